@@ -76,7 +76,7 @@ class AbstractEngine:
 
     def read(self, rows: int, tokens: int, passed: Passed = "pass_kv") -> "jax.stages.Lowered":
         """The program that reads a piece: rows of so many columns, behind all that the cache holds."""
-        reading = nn.Reading(self._int(rows, tokens), self._table(rows), self._int(rows))
+        reading = nn.Reading(self._int(rows, tokens), self._table(rows), self._int(rows), self._int(rows))
         if self.engine.programs.ranks > 1:
             reading = dataclasses.replace(reading, places=self._int(rows, tokens), passed=passed)
         program: Any = self.engine.programs.read
@@ -86,7 +86,7 @@ class AbstractEngine:
         """The program that generates a block, all slots with all units of the cache."""
         how = jax.tree.map(lambda a: self._whole(a.shape, a.dtype), RowSampling.greedy(slots))
         row = self._int(slots)
-        rows = Slots(how, row, row, self._int(slots, 8), self._table(slots), row)
+        rows = Slots(how, row, row, self._int(slots, 8), self._table(slots), row, row)
         program: Any = self.engine.programs.decode
         return program.lower(self.params, self._state(slots), rows, self._int(), self._whole((), jnp.bool_))
 

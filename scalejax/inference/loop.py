@@ -153,7 +153,7 @@ class Scheduler:
         self._units = pages.pages // (own.groups * own.ranks)
         self._lengths = tuple(length * own.ranks for length in LENGTHS)
         identity = f"{engine.config!r} {pages.format}"
-        self._pools = [Pool(self._units, self._unit, identity) for _ in range(own.groups)]
+        self._pools = [Pool(self._units, self._unit, identity, engine.config.window) for _ in range(own.groups)]
         self.steps = Steps(own, engine.params, slots=slots, pages=pages)
         if pages.format == "float8":
             count = min(CALIBRATION, self.max_positions)
@@ -179,11 +179,18 @@ class Scheduler:
                 raise UserError(f"{name} must be from 0 to {sampling.TOP}; got {asked}.")
         if request.prompt_logprobs is not None:
             self._programs.check_likelihoods()
-        needed = len(request.prompt) + request.max_tokens
-        if needed > self._units * self._unit:
+        needed, room = len(request.prompt) + request.max_tokens, self._units * self._unit
+        if (window := self.engine.config.window) is not None:
+            at_once = window + max(self._lengths[-1], programs.BLOCK) + 2 * self._unit
+            if min(needed, at_once) > room:
+                raise UserError(
+                    f"the model's window has {window:,} tokens, for which a cache needs {at_once:,} tokens: it has "
+                    f"room for {room:,}. Ask for fewer tokens, or make the cache larger."
+                )
+        elif needed > room:
             raise UserError(
                 f"the prompt has {len(request.prompt):,} tokens, and {request.max_tokens:,} more make {needed:,}: the "
-                f"cache has room for {self._units * self._unit:,}. Shorten it, or ask for fewer tokens."
+                f"cache has room for {room:,}. Shorten it, or ask for fewer tokens."
             )
 
     def submit(self, request: Request) -> int:
@@ -254,11 +261,11 @@ class Scheduler:
                 tokens, last = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
                 nothing, outside = np.full_like(tokens, -1), np.full_like(last, len(self._slots))
                 table = np.zeros((rows, width), np.int32)
-                self.steps.read(tokens, nothing, table, last, tokens, outside, passed)
+                self.steps.read(tokens, nothing, table, last, last, tokens, outside, passed)
                 progress(done := done + 1, total)
             table = np.zeros((len(self._slots), width), np.int32)
             none = np.zeros_like(nobody)
-            slots = programs.Slots(self._rows, none, nobody, self._stops([]), table, none)
+            slots = programs.Slots(self._rows, none, nobody, self._stops([]), table, none, none)
             self.steps.decode(np.int32(1), np.bool_(False), *jax.tree.leaves(slots))
             progress(done := done + 1, total)
         self._fork([], 0)
@@ -322,7 +329,7 @@ class Scheduler:
             held = pool.find(one.tokens, sampling.digest(one.request.prompt) % self._places.ranks)
             found = held.count
             try:
-                pool.grow(held, len(one.tokens))
+                pool.grow(held, self._at_first(held, len(one.tokens)))
             except OutOfUnits:
                 pool.release(held, one.tokens)
                 return
@@ -347,6 +354,11 @@ class Scheduler:
     def _read_piece(self) -> None:
         """The oldest of those that are not read, with others that are as short."""
         unread = sorted((one for one in self._running if not one.is_read), key=lambda one: one.number)
+        for one in unread:
+            # In turn, so that those that are put back, the youngest, come last and have no slot by then.
+            while one.slot is not None and not self._has_room(one, self._at_first(one.held, len(one.tokens))):
+                self._put_back_youngest(one)
+        unread = [one for one in unread if one.slot is not None]
         if not unread:
             return
 
@@ -363,11 +375,16 @@ class Scheduler:
                 rows.append(one)
         each = most if any(len(rows) > 1 for rows in by_group) else 1
         width = bucket(
-            max(-(-(one.held.count + len(pieces[id(one)])) // self._unit) for rows in by_group for one in rows)
+            max(
+                -(-(one.held.count + len(pieces[id(one)])) // self._unit) - one.held.first
+                for rows in by_group
+                for one in rows
+            )
         )
         shape = (each * self._groups, length)
         tokens, positions, places = (np.full(shape, fill, np.int32) for fill in (0, -1, 0))
-        table, last = np.zeros((shape[0], width), np.int32), np.zeros(shape[0], np.int32)
+        table = np.zeros((shape[0], width), np.int32)
+        last, first = np.zeros(shape[0], np.int32), np.zeros(shape[0], np.int32)
         slots = np.full(shape[0], len(self._slots), np.int32)
         for group, rows in enumerate(by_group):
             for row, one in enumerate(rows, group * each):
@@ -377,10 +394,10 @@ class Scheduler:
                 positions[row, columns] = np.arange(begin, begin + len(own))
                 places[row, columns] = own
                 self._put_units(table[row], one)
-                last[row], slots[row] = columns[-1], one.slot
+                last[row], first[row], slots[row] = columns[-1], one.held.first, one.slot
         read = [*itertools.chain(*by_group)]
         passed = self._choose(sum(len(pieces[id(one)]) for one in read), sum(one.held.count for one in read))
-        self.steps.read(tokens, positions, table, last, places, slots, passed)
+        self.steps.read(tokens, positions, table, last, first, places, slots, passed)
         for one in read:
             count = len(pieces[id(one)])
             self._read += count
@@ -456,13 +473,14 @@ class Scheduler:
         if not ready:
             return []
         count = len(self._slots)
-        made, positions, rotations = (np.full(count, fill, np.int32) for fill in (0, -1, 0))
+        made, positions, first, rotations = (np.full(count, fill, np.int32) for fill in (0, -1, 0, 0))
         table = np.zeros((count, bucket(max(len(one.held.units) for one in ready))), np.int32)
         for one in ready:
-            made[one.slot], positions[one.slot], rotations[one.slot] = one.made, len(one.tokens), one.held.rotation
+            made[one.slot], positions[one.slot] = one.made, len(one.tokens)
+            first[one.slot], rotations[one.slot] = one.held.first, one.held.rotation
             self._put_units(table[one.slot], one)
         told = any(one.request.logprobs is not None for one in ready)
-        slots = programs.Slots(self._rows, made, positions, self._stops(ready), table, rotations)
+        slots = programs.Slots(self._rows, made, positions, self._stops(ready), table, first, rotations)
         block = self.steps.decode(np.int32(limit), np.bool_(told), *jax.tree.leaves(slots))
         made_now, ended, tokens = int(block.count), np.asarray(block.ended), np.asarray(block.tokens)
         likelihoods = block.likelihoods if told else None
@@ -515,24 +533,33 @@ class Scheduler:
                     continue
                 return ready, count
             # Of the group whose pool is short; it may be one that still reads its prompt.
-            short = next(one for one in ready if not self._has_room(one))
-            group = self._group(short.slot or 0)
-            youngest = max(
-                (one for one in self._running if self._group(one.slot or 0) == group),
-                key=lambda one: (one.number, one.sample),
-            )
-            self._leave(youngest)
-            self._put_back += 1
-            self._waiting.appendleft(youngest)
-            ready = [one for one in ready if one is not youngest]
+            short = next(one for one in ready if not self._has_room(one, len(one.tokens) + 1))
+            self._put_back_youngest(short)
+            ready = [one for one in ready if one.slot is not None]
         return ready, limit
 
-    def _has_room(self, one: _Sequence) -> bool:
+    def _has_room(self, one: _Sequence, count: int) -> bool:
+        """Whether a sequence has units for so many tokens, now."""
         try:
-            self._pool(one).grow(one.held, len(one.tokens) + 1)
+            self._pool(one).grow(one.held, count)
         except OutOfUnits:
             return False
         return True
+
+    def _put_back_youngest(self, short: _Sequence) -> None:
+        """Of those that share a pool with one that is short of units."""
+        group = self._group(short.slot or 0)
+        youngest = max(
+            (one for one in self._running if self._group(one.slot or 0) == group),
+            key=lambda one: (one.number, one.sample),
+        )
+        self._leave(youngest)
+        self._put_back += 1
+        self._waiting.appendleft(youngest)
+
+    def _at_first(self, held: Held, count: int) -> int:
+        """Of so many tokens, those for which a sequence must have units to begin: with a window it gives some back."""
+        return count if self.engine.config.window is None else min(count, held.count + self._lengths[-1])
 
     def _stops(self, ready: Sequence[_Sequence]) -> np.ndarray:
         """int32[slots, n]."""

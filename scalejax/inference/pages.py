@@ -7,6 +7,9 @@ sequences that begin alike share what was read of it. The last unit of a sequenc
 sequence that begins with all of its tokens, which then goes on in it. What nobody holds is kept until its unit is
 needed, the least recently used first.
 
+With a window a sequence lets go of units that no later token sees; `Held.first` counts them. They can be found until
+they are needed, as others can.
+
 Where `context` cuts sequences over N devices, a unit has a page of each. The c first tokens of a unit fill the pages as
 if they were handed out in turn, beginning with the device `rotation` of the sequence, so that fills are within one of
 each other whenever a sequence goes on. Which of the tokens that are read together go where is free beside that:
@@ -17,6 +20,7 @@ import collections
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,16 +49,22 @@ class Held:
     """The units of a sequence.
 
     Attributes:
-      units: In the order of its tokens.
-      count: Tokens in them.
-      keys: Of the full units.
+      units: In the order of its tokens, from the unit `first` on.
+      count: Tokens in them and those before.
+      keys: Of the full units, from the first of all on.
       rotation: The device that has the first token of a unit, see the module.
+      first: Units that it had and let go of.
     """
 
     units: list[int] = dataclasses.field(default_factory=list)
     count: int = 0
     keys: list[bytes] = dataclasses.field(default_factory=list)
     rotation: int = 0
+    first: int = 0
+
+    def unit(self, number: int) -> int:
+        """The unit of this number in the sequence."""
+        return self.units[number - self.first]
 
 
 class OutOfUnits(Exception):
@@ -64,15 +74,16 @@ class OutOfUnits(Exception):
 class Pool:
     """The units of one group of devices that share them."""
 
-    def __init__(self, units: int, size: int, identity: str = "") -> None:
+    def __init__(self, units: int, size: int, identity: str = "", window: int | None = None) -> None:
         """Starts with none in use.
 
         Args:
           units: Their number.
           size: Tokens of one.
           identity: Of the model and the format of the cache.
+          window: Tokens that a token sees, itself the last; None = all before it.
         """
-        self.size = size
+        self.size, self._window = size, window
         self._units = [_Unit() for _ in range(units)]
         self._free = list(range(units))[::-1]
         self._root = hashlib.blake2b(identity.encode(), digest_size=16).digest()
@@ -97,28 +108,45 @@ class Pool:
           tokens: Of the sequence.
           rotation: Of it; that of what is found where its last unit is not full.
         """
-        held, before = Held(rotation=rotation), self._root
-        while (end := held.count + self.size) < len(tokens):
-            part = tuple(tokens[held.count : end])
-            key = _key(before, part)
-            unit = self._full.get(key)
-            if unit is None or self._units[unit].tokens != part:
+        keys: list[bytes] = []
+        units: list[Any] = []  # of which some may be None
+        before = self._root
+        for end in range(self.size, len(tokens), self.size):
+            part = tuple(tokens[end - self.size : end])
+            before = _key(before, part)
+            unit = self._full.get(before)
+            if unit is not None and self._units[unit].tokens != part:
+                unit = None
+            if unit is None and self._window is None:
                 break
+            keys.append(before)
+            units.append(unit)
+        # With a window only the last of them are seen: the others may be gone.
+        while True:
+            count, opened = self._begun(tokens, keys[len(units) - 1] if units else self._root, len(units))
+            first = self._unseen(count)
+            if None not in units[first:]:
+                break
+            units.pop()
+        held = Held(units[first:], count, keys[: len(units)], rotation, first)
+        for unit in held.units:
             self._take(unit)
-            held.units.append(unit)
-            held.keys.append(key)
-            held.count, before = end, key
-        rest = tuple(tokens[held.count : -1])
+        if opened is not None:
+            held.rotation = self._units[opened].rotation
+            self._take(opened)
+            self._forget(opened)
+            held.units.append(opened)
+        return held
+
+    def _begun(self, tokens: Sequence[int], before: bytes, full: int) -> tuple[int, int | None]:
+        """How many first tokens of a sequence `full` units and one that is not full have, and the latter."""
+        rest = tuple(tokens[full * self.size : -1])
         opened = [(self._units[unit].tokens, unit) for unit in self._open.get(before, ())]
         begun = [(part, unit) for part, unit in opened if rest[: len(part)] == part]
-        if begun:
-            part, unit = max(begun, key=lambda one: len(one[0]))
-            held.count += len(part)
-            held.rotation = self._units[unit].rotation
-            self._take(unit)
-            self._forget(unit)
-            held.units.append(unit)
-        return held
+        if not begun:
+            return full * self.size, None
+        part, unit = max(begun, key=lambda one: len(one[0]))
+        return full * self.size + len(part), unit
 
     def grow(self, held: Held, count: int) -> None:
         """Gives a sequence units for so many tokens in all.
@@ -126,7 +154,7 @@ class Pool:
         Raises:
           OutOfUnits: there are not so many; it has those that it had.
         """
-        more = -(-count // self.size) - len(held.units)
+        more = -(-count // self.size) - held.first - len(held.units)
         if more > self.usable:
             raise OutOfUnits
         held.units += [self._new() for _ in range(more)]
@@ -139,9 +167,17 @@ class Pool:
             key = _key(held.keys[-1] if held.keys else self._root, part)
             held.keys.append(key)
             if key not in self._full:  # else two sequences read the same at one time
-                unit = held.units[number]
+                unit = held.unit(number)
                 self._full[key] = unit
                 self._units[unit].key, self._units[unit].tokens = key, part
+        # A sequence lets go of what its next token, and so every later one, does not see.
+        while held.first < self._unseen(count):
+            self._let_go(held.units.pop(0))
+            held.first += 1
+
+    def _unseen(self, count: int) -> int:
+        """Units whose tokens the one behind the first `count`, and all later ones, do not see."""
+        return 0 if self._window is None else max(0, count + 1 - self._window) // self.size
 
     def share(self, held: Held) -> tuple[Held, tuple[int, int] | None]:
         """The units of a sequence for another one that goes on from the same tokens.
@@ -153,7 +189,7 @@ class Pool:
           OutOfUnits: there is none for the copy.
         """
         full = len(held.keys)
-        own = held.units[:full]
+        own = held.units[: full - held.first]
         opened = held.count > full * self.size
         copy = self._new() if opened and self.usable else None
         if opened and copy is None:
@@ -161,28 +197,24 @@ class Pool:
         for unit in own:
             self._take(unit)
         if copy is None:
-            return Held([*own], held.count, [*held.keys], held.rotation), None
-        return Held([*own, copy], held.count, [*held.keys], held.rotation), (held.units[full], copy)
+            return Held([*own], held.count, [*held.keys], held.rotation, held.first), None
+        other = Held([*own, copy], held.count, [*held.keys], held.rotation, held.first)
+        return other, (held.unit(full), copy)
 
     def release(self, held: Held, tokens: Sequence[int]) -> None:
         """Gives back the units of a sequence of these tokens; what it read can be found until its units are needed."""
         full = len(held.keys)
         # The end of a sequence goes first when units are needed: the beginnings are of use to more others.
-        for number in range(len(held.units) - 1, -1, -1):
-            unit = held.units[number]
+        for number in range(held.first + len(held.units) - 1, held.first - 1, -1):
+            unit = held.unit(number)
             state = self._units[unit]
             if number == full and held.count > full * self.size:
                 before = held.keys[-1] if held.keys else self._root
                 state.key, state.tokens = before, tuple(tokens[full * self.size : held.count])
                 state.rotation = held.rotation
                 self._open.setdefault(before, []).append(unit)
-            state.holders -= 1
-            if state.holders == 0:
-                if state.key is None:
-                    self._free.append(unit)
-                else:
-                    self._idle[unit] = None
-        held.units, held.keys, held.count = [], [], 0
+            self._let_go(unit)
+        held.units, held.keys, held.count, held.first = [], [], 0, 0
 
     def discard(self, held: Held) -> list[int]:
         """Gives back the units of a sequence whose content is of no use to anybody; returns those that nobody has."""
@@ -195,8 +227,17 @@ class Pool:
             if state.holders == 0:
                 self._free.append(unit)
                 gone.append(unit)
-        held.units, held.keys, held.count = [], [], 0
+        held.units, held.keys, held.count, held.first = [], [], 0, 0
         return gone
+
+    def _let_go(self, unit: int) -> None:
+        state = self._units[unit]
+        state.holders -= 1
+        if state.holders == 0:
+            if state.key is None:
+                self._free.append(unit)
+            else:
+                self._idle[unit] = None
 
     def _take(self, unit: int) -> None:
         self._idle.pop(unit, None)

@@ -67,6 +67,7 @@ class Slots:
       positions: int32[B], of the next token; -1 = nobody is in this slot.
       stops: int32[B, n], ids that end a row; -1 = none.
       table: int32[B, W], units of each row.
+      first: int32[B], the number in its row of the first of them, see `nn.Reading`.
       rotations: int32[B], the device along `context` that has the first token of a unit, see `inference.pages`.
     """
 
@@ -75,6 +76,7 @@ class Slots:
     positions: Row
     stops: Row
     table: Row
+    first: Row
     rotations: Row
 
 
@@ -228,7 +230,11 @@ class Programs:
                 )
                 positions = jnp.where(live & (ended == 0), slots.positions + i, -1)
                 reading = nn.Reading(
-                    positions[:, None], jnp.asarray(slots.table), jnp.zeros(rows, jnp.int32), places(positions)
+                    positions[:, None],
+                    jnp.asarray(slots.table),
+                    jnp.zeros(rows, jnp.int32),
+                    jnp.asarray(slots.first),
+                    places(positions),
                 )
                 with self._on_mesh():
                     new, cache = self.model(params).extend(token[:, None], reading, state.cache, gather=self.gather)
@@ -320,7 +326,7 @@ class Programs:
             with self._on_mesh():
                 model = self.model(params)
                 last = jnp.zeros(self.groups, jnp.int32)
-                reading = nn.Reading(jnp.asarray(positions), jnp.asarray(table), last, jnp.asarray(at))
+                reading = nn.Reading(jnp.asarray(positions), jnp.asarray(table), last, places=jnp.asarray(at))
                 cache = model.cache(nn.PageShape(self.groups * self.ranks * units, page))
                 return model.extend(jnp.asarray(row), reading, cache, gather=self.gather)[1]
 

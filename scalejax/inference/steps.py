@@ -59,13 +59,14 @@ class Steps:
         positions: np.ndarray,
         table: np.ndarray,
         last: np.ndarray,
+        first: np.ndarray,
         places: np.ndarray,
         slots: np.ndarray,
         passed: Passed,
     ) -> None:
         """Reads a piece, see `Programs.read` and `nn.Reading`."""
-        arguments = (tokens, positions, table, last, places, slots, passed)
-        given: dict[str, Any] = {"positions": positions, "table": table, "last": last}
+        arguments = (tokens, positions, table, last, first, places, slots, passed)
+        given: dict[str, Any] = {"positions": positions, "table": table, "last": last, "first": first}
         if self.programs.ranks > 1:
             given |= {"places": places, "passed": passed}
         reading = nn.Reading(**given)
@@ -132,4 +133,4 @@ OPERATIONS = ("read", "decode", "fork", "clear", "likelihoods")
 """Of `Steps`, that are announced."""
 
 _ROW = np.zeros(0, np.int32)
-_SLOTS = jax.tree.structure(Slots(RowSampling.greedy(0), _ROW, _ROW, _ROW, _ROW, _ROW))
+_SLOTS = jax.tree.structure(Slots(RowSampling.greedy(0), _ROW, _ROW, _ROW, _ROW, _ROW, _ROW))

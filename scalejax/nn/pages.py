@@ -73,6 +73,8 @@ class Reading:
       positions: int32[R, S], -1 = no token.
       table: int32[R, W], the units of each row in the order of its tokens; what is behind them may be any.
       last: int32[R], the column of the token whose logits are wanted.
+      first: int32[R], the number, in its row, of the first unit of the table, where a window lets go of those before;
+        None = 0.
       places: int32[R, S], the place of each token in its unit, where `context` cuts rows over N devices: device d has
         the places from d * page on, and of several tokens a row the columns from d * S / N on. None where it does not:
         tokens then lie in their order.
@@ -83,6 +85,7 @@ class Reading:
     positions: jax.Array
     table: jax.Array
     last: jax.Array
+    first: jax.Array | None = None
     places: jax.Array | None = None
     seen: jax.Array | None = None
     passed: Passed = dataclasses.field(default="pass_kv", metadata={"static": True})
@@ -106,7 +109,14 @@ class Reading:
 
     def units(self, size: int) -> jax.Array:
         """int32[R, S], the unit of each token, for units of this size; of no meaning where there is no token."""
-        return jnp.take_along_axis(self.table, jnp.maximum(self.positions, 0) // size, axis=1)
+        return jnp.take_along_axis(self.table, self.columns(self.positions, size), axis=1)
+
+    def columns(self, positions: jax.Array, size: int) -> jax.Array:
+        """int32[R, ...], the columns of the table of the units, of this size, of positions; 0 for negative ones."""
+        unit = jnp.maximum(positions, 0) // size
+        if self.first is None:
+            return unit
+        return jnp.maximum(unit - jnp.reshape(self.first, (-1,) + (1,) * (positions.ndim - 1)), 0)
 
 
 class _HeadsFirst:
@@ -228,13 +238,13 @@ class PagedCache:
         """Without the tokens that the units that begin with a token of `reading` had before."""
         unit = self.positions.shape[2] * _ranks()
 
-        def local(stored: jax.Array, positions: jax.Array, table: jax.Array) -> jax.Array:
-            own = Reading(positions, table, table[:, 0])
+        def local(stored: jax.Array, positions: jax.Array, table: jax.Array, first: jax.Array) -> jax.Array:
+            own = Reading(positions, table, table[:, 0], first)
             begun = own.real & (positions % unit == 0)
             return stored.at[:, jnp.where(begun, own.units(unit), stored.shape[1])].set(EMPTY, mode="drop")
 
-        run = _on_devices(lambda *args: (local(*args),), (_PAGES, _ROWS, _ROWS), (_PAGES,))
-        (positions,) = run(self.positions, reading.positions, reading.table)
+        run = _on_devices(lambda *args: (local(*args),), (_PAGES, _ROWS, _ROWS, ("batch",)), (_PAGES,))
+        (positions,) = run(self.positions, reading.positions, reading.table, _first(reading))
         return dataclasses.replace(self, positions=positions)
 
     def admit(self, reading: Reading, layer: jax.Array | None = None) -> tuple[Self, Reading]:
@@ -254,21 +264,23 @@ class PagedCache:
             positions: jax.Array,
             places: jax.Array,
             table: jax.Array,
+            first: jax.Array,
             _: jax.Array,
         ) -> tuple[jax.Array, jax.Array]:
-            pages, place = _local_places(Reading(positions, table, table[:, 0], places), page, stored.shape[1])
+            pages, place = _local_places(Reading(positions, table, table[:, 0], first, places), page, stored.shape[1])
             stored = stored.at[at, pages, place].set(positions, mode="drop")
             seen = stored[at, table]
             # What is behind the units of a row in its table may belong to another row.
-            own_units = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :, None]
+            own_units = (first[:, None] + jnp.arange(table.shape[1], dtype=jnp.int32)[None, :])[..., None]
             seen = jnp.where(seen // unit == own_units, seen, EMPTY)
             return stored, seen.reshape(table.shape[0], -1)
 
         cache = self.emptied(reading) if layer is None else self
-        run = _on_devices(local, (_PAGES, (), _ROWS, _ROWS, _ROWS, ("keys",)), (_PAGES, ("batch", "keys")))
+        run = _on_devices(local, (_PAGES, (), _ROWS, _ROWS, _ROWS, ("batch",), ("keys",)), (_PAGES, ("batch", "keys")))
         # The last argument says that there are keys of each device, which no other has.
         each = jnp.zeros(_ranks())
-        stored, seen = run(cache.positions, at, reading.positions, _places(reading, unit), reading.table, each)
+        given = (at, reading.positions, _places(reading, unit), reading.table, _first(reading), each)
+        stored, seen = run(cache.positions, *given)
         return dataclasses.replace(self, positions=stored), dataclasses.replace(reading, seen=seen)
 
     def extend(
@@ -316,11 +328,12 @@ class PagedCache:
             positions: jax.Array,
             places: jax.Array,
             table: jax.Array,
+            first: jax.Array,
             seen: jax.Array,
             stored: jax.Array,
             scales: jax.Array | None = None,
         ) -> tuple[jax.Array, ...]:
-            own = Reading(positions, table, table[:, 0], places, seen, reading.passed)
+            own = Reading(positions, table, table[:, 0], first, places, seen, reading.passed)
             if tokens == 1 and ranks > 1:
                 # Each device has the new keys and values of some rows, and keeps those that lie with it of all.
                 k, v = (jax.lax.all_gather(x, "context", axis=0, tiled=True) for x in (k, v))
@@ -329,7 +342,7 @@ class PagedCache:
             if tokens == 1 and ranks > 1:
                 out = cache._decoded_around(layer, flat, own, window)
             elif tokens == 1 and compat.platform() != "cpu":
-                out, _ = cache._decoded(layer, flat[:, 0], positions[:, 0], table, window)
+                out, _ = cache._decoded(layer, flat[:, 0], positions[:, 0], own, window)
             elif tokens == 1:
                 keys, values = cache._gathered(layer, table, q.dtype)
                 out = _one_each(q[:, 0], keys, values, positions[:, 0], seen, window)
@@ -351,15 +364,17 @@ class PagedCache:
         own = () if self.scales is None else (axes.scales,)
         run = _on_devices(
             local,
-            (axes.kv, by_group, by_head, by_head, (), of_columns, of_columns, _ROWS, ("batch", "keys"), _PAGES, *own),
+            (
+                *(axes.kv, by_group, by_head, by_head, (), of_columns, of_columns, _ROWS, ("batch",)),
+                *(("batch", "keys"), _PAGES, *own),
+            ),
             (by_group, axes.kv, *own),
         )
         q = q.reshape(rows, tokens, groups, share, width)
         scales = () if self.scales is None else (self.scales,)
         places = _places(reading, ranks * self.positions.shape[2])
-        out, kv, *rest = run(
-            self.kv, q, k, v, layer, reading.positions, places, reading.table, reading.seen, self.positions, *scales
-        )  # fmt: skip
+        given = (reading.positions, places, reading.table, _first(reading), reading.seen)
+        out, kv, *rest = run(self.kv, q, k, v, layer, *given, self.positions, *scales)
         cache = dataclasses.replace(self, kv=kv, scales=rest[0] if rest else None)
         return out.reshape(rows, tokens, heads, width), cache
 
@@ -408,9 +423,16 @@ class PagedCache:
         return dataclasses.replace(self, kv=kv, scales=scales)
 
     def _decoded(
-        self, layer: jax.Array, q: jax.Array, positions: jax.Array, table: jax.Array, window: int | None
+        self, layer: jax.Array, q: jax.Array, positions: jax.Array, reading: Reading, window: int | None
     ) -> tuple[jax.Array, jax.Array]:
         """On one device: attention of one query a row, q [R, H, D], by a kernel that reads the pages where they lie.
+
+        Args:
+          layer: int32[].
+          q: Queries.
+          positions: int32[R], of them.
+          reading: Has the units of the same rows.
+          window: See `extend`.
 
         Returns:
           What the keys here give, [R, H, D], and its log-sum-exp float32[R, H].
@@ -427,10 +449,10 @@ class PagedCache:
         out, lse = paged_attention(
             q,
             flat,
-            table + layer * pages,
+            reading.table + layer * pages,
             self.positions.reshape(-1, page),
             positions,
-            used=jnp.maximum(positions, -1) // (page * _ranks()) + 1,
+            used=jnp.where(positions < 0, 0, reading.columns(positions, page * _ranks()) + 1),
             scales=scales,
             window=window,
         )
@@ -446,7 +468,9 @@ class PagedCache:
             return jax.lax.dynamic_slice_in_dim(x, source * rows, rows)
 
         def attend(q: jax.Array, positions: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
-            out, lse = self._decoded(layer, q[:, 0], positions[:, 0], of(source, reading.table), window)
+            assert reading.first is not None
+            theirs = dataclasses.replace(reading, table=of(source, reading.table), first=of(source, reading.first))
+            out, lse = self._decoded(layer, q[:, 0], positions[:, 0], theirs, window)
             return out[:, None], lse[..., None]
 
         own = of(jax.lax.axis_index("context"), reading.positions)
@@ -524,6 +548,11 @@ def _decoding_devices() -> int:
     """Devices over which rows of one token each are cut."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in ACTIVATIONS.mesh_axes("decoded"))
+
+
+def _first(reading: Reading) -> jax.Array:
+    """int32[R]."""
+    return jnp.zeros(reading.table.shape[0], jnp.int32) if reading.first is None else jnp.asarray(reading.first)
 
 
 def _places(reading: Reading, unit: int) -> jax.Array:

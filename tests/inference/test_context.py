@@ -207,7 +207,7 @@ def test_rows_that_do_not_divide_are_a_mistake_of_the_caller(folder):
     pages = nn.PageShape(16, PAGE)
     state = engine.programs.empty(3, pages)
     row = np.zeros(3, np.int32)
-    slots = programs.Slots(RowSampling.greedy(3), row, row - 1, np.full((3, 8), -1, np.int32), row[:, None], row)
+    slots = programs.Slots(RowSampling.greedy(3), row, row - 1, np.full((3, 8), -1, np.int32), row[:, None], row, row)
     with pytest.raises(ValueError, match="context=4 cuts rows of one token each, or the tokens of a row; got 3 rows"):
         engine.programs.decode(engine.params, state, slots, np.int32(1), np.bool_(False))
 

@@ -167,7 +167,7 @@ def test_a_step_changes_the_cache_in_place():
     cache = on.programs.cache(nn.PageShape(256))
     state = DecodingState(cache, jax.ShapeDtypeStruct((1, 96), jnp.float32))
     row = np.zeros(1, np.int32)
-    slots = Slots(RowSampling.greedy(1), row, row, row[None], np.zeros((1, 256), np.int32), row)
+    slots = Slots(RowSampling.greedy(1), row, row, row[None], np.zeros((1, 256), np.int32), row, row)
     found = (
         on.programs.decode.lower(shape.params, state, slots, np.int32(1), np.bool_(False)).compile().memory_analysis()
     )

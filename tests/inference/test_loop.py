@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from llama_cases import GQA, tokens, write_checkpoint
+from llama_cases import GQA, MISTRAL, tokens, write_checkpoint
 
 from scalejax import nn
 from scalejax.errors import UserError
@@ -266,6 +266,35 @@ def test_after_the_warm_up_nothing_is_compiled(engine):
     on.submit(Request(prompt=tuple(IDS[:9]), max_tokens=0, prompt_logprobs=1))
     run(on)
     assert on.stats.compilations == 1  # scores of prompts have a program of their own
+
+
+def test_with_a_window_a_text_is_longer_than_its_cache(tmp_path):
+    """Units that nothing sees any more are of use to others, and tokens are those of full passes."""
+    write_checkpoint(tmp_path / "theirs", dataclasses.replace(MISTRAL, max_positions=256, window=37))
+    mesh = make_mesh(MeshShape(fsdp=1), jax.devices()[:1])
+    small = generate.load(model_folder.open_folder(tmp_path / "theirs"), mesh)
+    window = small.config.window
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "PIECE", 32)
+        patch.setattr(loop, "LENGTHS", (32,))
+        on = scheduler(small, 8, slots=2)  # of 128 tokens
+        prompts = [tuple(IDS[:150]), tuple(IDS[150:190])]
+        for prompt in prompts:
+            on.submit(Request(prompt=prompt, max_tokens=60))
+        most, found = 0, {}
+        while on.busy:
+            for chunk in on.step():
+                found[chunk.request] = found.get(chunk.request, ()) + chunk.tokens
+            most = max(most, *(len(one.held.units) for one in on._running), 0)
+        assert most <= (window + 32) // 16 + 2
+        assert found == {number: greedy(small, prompt, 60) for number, prompt in enumerate(prompts)}
+        turn = prompts[1] + found[1] + (5, 6)
+        number = on.submit(Request(prompt=turn, max_tokens=10))
+        before = on.stats.prefix_hits
+        assert run(on)[0][number, 0][0] == greedy(small, turn, 10)
+        assert on.stats.prefix_hits - before >= len(turn) - 16
+        with pytest.raises(UserError, match="for which a cache needs"):
+            scheduler(small, 2).submit(Request(prompt=turn, max_tokens=10))
 
 
 @pytest.mark.parametrize("kept", ["int8", "float8"])

@@ -115,10 +115,10 @@ def test_discarded_units_are_found_by_nobody():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.integers(3, 12))
-def test_any_turns_keep_what_sequences_hold(seed, units):
+@given(st.integers(0, 2**32), st.integers(3, 12), st.sampled_from([None, 1, 4, 6]))
+def test_any_turns_keep_what_sequences_hold(seed, units, window):
     """The content of every unit, kept on the side, is what its holders say; units in use are never handed out."""
-    draw, pool = random.Random(seed), Pool(units, SIZE)
+    draw, pool = random.Random(seed), Pool(units, SIZE, window=window)
     content: dict[int, list[int]] = {}
     running: list[tuple[list[int], object]] = []
     for _ in range(60):
@@ -133,7 +133,8 @@ def test_any_turns_keep_what_sequences_hold(seed, units):
         tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 3 * SIZE))]
         held = pool.find(tokens)
         assert held.count < len(tokens)
-        for number, unit in enumerate(held.units):
+        assert held.first <= max(0, held.count + 1 - (window or 99)) // SIZE
+        for number, unit in enumerate(held.units, held.first):
             want = tokens[number * SIZE : min((number + 1) * SIZE, held.count)]
             assert content[unit][: len(want)] == want
         in_use = {unit for _, other in running for unit in other.units}
@@ -143,12 +144,28 @@ def test_any_turns_keep_what_sequences_hold(seed, units):
             pool.release(held, tokens)
             continue
         begun = held.count // SIZE
-        assert not in_use & {*held.units[begun:]}
-        for number in range(begun, len(held.units)):
-            content[held.units[number]] = tokens[number * SIZE : (number + 1) * SIZE]
+        assert not in_use & {*held.units[begun - held.first :]}
+        for number in range(begun, held.first + len(held.units)):
+            content[held.unit(number)] = tokens[number * SIZE : (number + 1) * SIZE]
         pool.wrote(held, tokens, len(tokens))
+        assert held.first == (max(0, len(tokens) + 1 - window) // SIZE if window else 0)
+        assert held.first + len(held.units) == -(-len(tokens) // SIZE)
         running.append((tokens, held))
         assert pool.held == len({unit for _, other in running for unit in other.units})
     for tokens, held in running:
         pool.release(held, tokens)
     assert pool.usable == units
+
+
+def test_with_a_window_only_what_is_seen_is_held_and_has_to_be_found():
+    pool = Pool(8, SIZE, window=6)
+    tokens = [*range(18)]
+    held, _ = filled(pool, tokens)
+    # Token 18 sees those from 13 on, which begin in unit 3.
+    assert (held.first, len(held.units)) == (3, 2)
+    pool.release(held, tokens)
+    blocker = pool.find([100])
+    pool.grow(blocker, 6 * SIZE)  # takes the units before
+    again = pool.find([*range(19)])
+    assert (again.count, again.first) == (18, 3)
+    assert pool.find([*range(9)]).count == 0

@@ -43,6 +43,11 @@ class LanguageConfig(Protocol):
         ...
 
     @property
+    def window(self) -> int | None:
+        """Positions that a query sees, its own the last; None = all before it."""
+        ...
+
+    @property
     def max_positions(self) -> int:
         """Longest sequence that the model is meant for."""
         ...
