@@ -92,7 +92,9 @@ class AbstractEngine:
 
     def _state(self, slots: int) -> DecodingState:
         vocabulary = self.engine.config.vocabulary or 0
-        return DecodingState(self.cache, self._whole((slots, vocabulary), nn.wide(self.engine.programs.compute_dtype)))
+        programs = self.engine.programs
+        dtype, sharding = nn.wide(programs.compute_dtype), programs.logits_sharding(slots)
+        return DecodingState(self.cache, _leaf((slots, vocabulary), dtype, sharding))
 
     def _table(self, rows: int) -> Any:
         each = self.engine.programs.groups * self.engine.programs.ranks

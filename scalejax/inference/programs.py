@@ -164,9 +164,8 @@ class Programs:
                 with self._on_mesh():
                     return DecodingState(model.cache(pages), logits)
 
-            whole = NamedSharding(self.mesh, P())
-            cache = self.cache_shardings(self.cache(pages))
-            return jax.jit(empty, out_shardings=DecodingState(cache, whole))  # pyright: ignore[reportArgumentType]
+            cache, logits = self.cache_shardings(self.cache(pages)), self.logits_sharding(slots)
+            return jax.jit(empty, out_shardings=DecodingState(cache, logits))  # pyright: ignore[reportArgumentType]
 
         return program
 
@@ -182,7 +181,7 @@ class Programs:
         ) -> DecodingState:
             with self._on_mesh():
                 logits, cache = self.model(params).extend(tokens, reading, state.cache, gather=self.gather)
-                logits = self._whole(state.logits.at[slots].set(logits, mode="drop"))
+                logits = self._by_slot(state.logits.at[slots].set(logits, mode="drop"))
                 return DecodingState(self._laid_out(cache), logits)
 
         return jax.jit(read, donate_argnums=4)
@@ -252,7 +251,7 @@ class Programs:
             )
             block = TokenBlock(jnp.zeros((rows, BLOCK), jnp.int32), jnp.int32(0), jnp.zeros(rows, jnp.int32), empty)
             state, block = jax.lax.while_loop(unfinished, step, (state, block))
-            return DecodingState(state.cache, self._whole(state.logits)), self._whole(block)
+            return DecodingState(state.cache, self._by_slot(state.logits)), self._whole(block)
 
         return jax.jit(decode, donate_argnums=1)
 
@@ -266,7 +265,7 @@ class Programs:
         def fork(state: DecodingState, slots: jax.Array, source: jax.Array, target: jax.Array) -> DecodingState:
             with self._on_mesh():
                 cache = _on_caches(lambda part: part.copied(source, target), state.cache)
-            logits = self._whole(state.logits.at[slots[1]].set(state.logits[slots[0]], mode="drop"))
+            logits = self._by_slot(state.logits.at[slots[1]].set(state.logits[slots[0]], mode="drop"))
             return DecodingState(self._laid_out(cache), logits)
 
         return jax.jit(fork, donate_argnums=0)
@@ -366,6 +365,13 @@ class Programs:
 
     def _laid_out(self, cache: Any) -> Any:
         return _on_caches(lambda part: jax.tree.map(nn.constrain, part, part.axes()), cache)
+
+    def logits_sharding(self, slots: int) -> NamedSharding:
+        """Where the logits of slots lie: with the devices that decode for them."""
+        return NamedSharding(self.mesh, ACTIVATIONS.spec(("decoded", None), (slots, 1), self.mesh))
+
+    def _by_slot(self, logits: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(logits, self.logits_sharding(logits.shape[0]))
 
     def _whole(self, tree: Tree) -> Tree:
         """The same on every device, so that each process has all of it."""

@@ -227,3 +227,15 @@ def test_scores_of_prompts_are_those_of_one_device(folder, single):
         on.submit(Request(prompt=tuple(IDS[:77]), max_tokens=0, prompt_logprobs=0))
         found.append([one.logprob for one in on.step()[0].prompt_logprobs[1:]])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_after_the_warm_up_nothing_is_compiled(folder):
+    on = loop.make_loop(opened(folder, on_mesh("context=2")), slots=2, kv_tokens=128, page=32)
+    on.warm_up()
+    for length in (1, 31, 70):
+        warm = TokenSampling(temperature=1.0, seed=1)
+        on.submit(Request(prompt=tuple(IDS[:length]), max_tokens=20, samples=2, sampling=warm, logprobs=3))
+        on.submit(Request(prompt=tuple(IDS[length : 2 * length]), max_tokens=3))
+    finished(on)
+    assert on.stats.compilations == 0
