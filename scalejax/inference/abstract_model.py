@@ -39,9 +39,6 @@ def arrays_of(
     abstract = counts.abstract(families.of(config).build, config, dtypes=nn.Dtypes(dtype, dtype))
     assert isinstance(abstract, nnx.Module)
     shape = ModelShape.of(abstract)
-    depth = getattr(config, "depth", None)
-    if depth is not None:
-        depth.check(mesh)
     jax.eval_shape(functools.partial(_extended, shape), {**shape.params, **shape.variables})
     with jax.sharding.use_abstract_mesh(mesh):
         cache = jax.eval_shape(lambda: _model(shape).cache(nn.PageShape(mesh.shape["context"], page, kv_dtype)))
