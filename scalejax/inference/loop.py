@@ -205,12 +205,15 @@ class Scheduler:
         self._waiting.append(_Sequence(number, first, request, [*request.prompt], others))
         return number
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, number: int, sample: int | None = None) -> None:
         """See `requests.Loop`."""
-        self._waiting = collections.deque(one for one in self._waiting if one.number != number)
-        for one in self._running:
-            if one.number == number:
-                self._leave(one)
+
+        def gone(one: _Sequence) -> bool:
+            return one.number == number and sample in (None, one.sample)
+
+        self._waiting = collections.deque(one for one in self._waiting if not gone(one))
+        for one in filter(gone, self._running):
+            self._leave(one)
 
     @property
     def busy(self) -> bool:

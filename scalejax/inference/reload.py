@@ -54,9 +54,14 @@ class _Program:
         exported = _exported(signature, program)
         self._call = jax.jit(lambda weights, inputs: exported.call(*weights, *inputs))
 
-    def _run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Outputs by name, of inputs as `signature` has them."""
         found = self._call(self._weights, [inputs[name] for name in self.signature["inputs"]])
         return {name: np.asarray(array) for name, array in zip(self.signature["outputs"], found, strict=True)}
+
+    def compiled(self) -> int:
+        """Sizes of inputs that were compiled so far."""
+        return self._call._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class TextModel(_Program):
@@ -94,7 +99,7 @@ class TextModel(_Program):
             row[: text.size] = text
         counts = np.pad(lengths, (0, spare), constant_values=1)
         parts = [
-            self._run({"tokens": padded[start : start + rows], "lengths": counts[start : start + rows]})["logits"]
+            self.run({"tokens": padded[start : start + rows], "lengths": counts[start : start + rows]})["logits"]
             for start in range(0, len(padded), rows)
         ]
         logits = np.concatenate(parts)[: len(texts)]
@@ -117,10 +122,11 @@ class Model(_Program):
         Raises:
           ValueError: a feature is missing or unknown, an id is no integer or out of range, or shapes do not fit.
         """
-        inputs = self._inputs(ids, dense, lengths or {})
-        return self._run(inputs)
+        inputs = self.inputs(ids, dense, lengths or {})
+        return self.run(inputs)
 
-    def _inputs(self, ids: Mapping[str, Ids], dense: Ids | None, lengths: Mapping[str, Ids]) -> dict[str, np.ndarray]:
+    def inputs(self, ids: Mapping[str, Ids], dense: Ids | None, lengths: Mapping[str, Ids]) -> dict[str, np.ndarray]:
+        """Of the program, from the arguments of a call; ids of lists are filled up to a power of two."""
         features: dict[str, dict[str, Any]] = self.signature["features"]
         for name in features.keys() ^ ids.keys():
             what = "is missing" if name in features else "is not known"

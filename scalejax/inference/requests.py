@@ -1,7 +1,8 @@
 """What the loop of the engine is asked for, what it answers step by step, and what it offers whoever drives it."""
 
 import dataclasses
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 from scalejax.inference.sampling import GREEDY, TokenSampling
 
@@ -29,6 +30,11 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     watched: bool = False
+
+    @property
+    def size(self) -> int:
+        """See `AnyRequest`."""
+        return len(self.prompt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +104,76 @@ class Stats:
     compilations: int
 
 
-class Loop(Protocol):
-    """Continues many requests at once, a step at a time. Not safe for threads: one thread owns it.
+class AnyRequest(Protocol):
+    """What any loop is asked for."""
+
+    @property
+    def size(self) -> int:
+        """Of what must be read for it: tokens of a prompt, rows to score."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """Of its results, each with chunks of its own until one says that it has ended."""
+        ...
+
+
+class AnyChunk(Protocol):
+    """What any loop answers, `Chunk` among it."""
+
+    @property
+    def request(self) -> int: ...
+
+    @property
+    def sample(self) -> int: ...
+
+    @property
+    def ended(self) -> str | None: ...
+
+
+class LoopStats(Protocol):
+    """What any loop counts, see `Stats`."""
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def compilations(self) -> int: ...
+
+
+class AnyLoop(Protocol):
+    """Does what many requests ask for, a step at a time. Not safe for threads: one thread owns it."""
+
+    def check(self, request: Any) -> None:
+        """Raises UserError for what can never be served: too long, ids outside of the vocabulary."""
+        ...
+
+    def submit(self, request: Any) -> int:
+        """Checks a request and takes it; returns its number."""
+        ...
+
+    def cancel(self, number: int, sample: int | None = None) -> None:
+        """Frees the slots and units of a request at once, or of a sample of it that has begun; no more chunks come."""
+        ...
+
+    def step(self) -> Sequence[AnyChunk]:
+        """What there is room for; [] where nothing is to do. Raises what a device raises."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        ...
+
+    @property
+    def stats(self) -> LoopStats: ...
+
+
+class Loop(AnyLoop, Protocol):
+    """Continues prompts: takes `Request`s, brings `Chunk`s; a step is one piece of prefill and one block of decode.
 
     Attributes:
       max_positions: Of the model.
@@ -109,26 +183,4 @@ class Loop(Protocol):
     max_positions: int
     vocabulary: int
 
-    def check(self, request: Request) -> None:
-        """Raises UserError for what can never be served: too long, ids outside of the vocabulary."""
-        ...
-
-    def submit(self, request: Request) -> int:
-        """Checks a request and takes it; returns its number."""
-        ...
-
-    def cancel(self, number: int) -> None:
-        """Frees the slots and units of a request at once; it has no more chunks."""
-        ...
-
-    def step(self) -> list[Chunk]:
-        """One piece of prefill and one block of decode; [] where nothing is to do. Raises what a device raises."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step has something to do."""
-        ...
-
-    @property
-    def stats(self) -> Stats: ...
+    def step(self) -> Sequence[Chunk]: ...

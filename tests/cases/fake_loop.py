@@ -79,10 +79,13 @@ class FakeLoop:
         self.requests.append(request)
         return number
 
-    def cancel(self, number):
-        self.cancelled.append(number)
-        self.waiting.pop(number, None)
-        self.running.pop(number, None)
+    def cancel(self, number, sample=None):
+        self.cancelled.append(number if sample is None else (number, sample))
+        if sample is not None:
+            self.running[number][sample].over = True
+        if sample is None or all(row.over for row in self.running[number]):
+            self.waiting.pop(number, None)
+            self.running.pop(number, None)
 
     @property
     def busy(self):

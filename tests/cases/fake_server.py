@@ -1,6 +1,7 @@
 """A server in a process of its own, over the loop of `fake_loop`: `python -m fake_server '{"loop": {...}}'`."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -14,16 +15,14 @@ def main():
     from fake_loop import FakeLoop, writer
 
     from scalejax.inference.server import serving
-    from scalejax.inference.server.app import ServerSettings
+    from scalejax.inference.server.app import Server, ServerSettings
 
     given = json.loads(sys.argv[1])
     loop = FakeLoop(**given.get("loop", {}))
     loop.max_positions = given.get("max_positions", loop.max_positions)
     settings = {"name": "tiny", "slots": loop.slots, "max_queue": 256, "max_queue_tokens": 100_000}
     status = serving.run(
-        writer(),
-        loop,
-        ServerSettings(**settings | given.get("settings", {})),
+        functools.partial(Server, writer(), loop, ServerSettings(**settings | given.get("settings", {}))),
         bound=serving.bind("127.0.0.1", 0),
         drain_seconds=given.get("drain_seconds", 30),
         ready=lambda address: print(address, flush=True),

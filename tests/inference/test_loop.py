@@ -188,6 +188,29 @@ def test_a_cancelled_request_frees_its_slot_and_units_at_once(engine):
     assert found[last, 0][0] == greedy(engine, IDS[200:220], 4)
 
 
+def test_a_cancelled_sample_frees_its_slot_and_the_others_go_on(engine):
+    asked = Request(prompt=tuple(IDS[:40]), max_tokens=30, samples=3, watched=True, sampling=TokenSampling(seed=3))
+    alone = scheduler(engine, 64, slots=3)
+    alone.submit(asked)
+    want, _ = run(alone)
+    on = scheduler(engine, 64, slots=3)
+    number = on.submit(asked)
+    on.step()
+    later = on.submit(Request(prompt=tuple(IDS[100:110]), max_tokens=2))
+    on.step()
+    assert (on.stats.running, on.stats.waiting) == (3, 1)
+    on.cancel(number, 1)
+    assert (on.stats.running, on.stats.waiting) == (2, 1)
+    on.step()
+    assert (on.stats.running, on.stats.waiting) == (3, 0)  # who waited has its slot
+    found, _ = run(on)
+    assert (number, 1) not in found
+    for sample in (0, 2):
+        assert found[number, sample][0] == want[0, sample][0][-len(found[number, sample][0]) :]
+    assert found[later, 0][1] == "length"
+    assert on.stats.kv_usage == 0
+
+
 def test_log_probabilities_are_those_of_the_full_pass(engine):
     on = scheduler(engine, 64)
     asked = Request(prompt=tuple(IDS[:12]), max_tokens=6, logprobs=3, prompt_logprobs=2)

@@ -1,8 +1,10 @@
-"""`scalejax serve`: a language model behind HTTP, with OpenAI's protocol."""
+"""`scalejax serve`: a language model behind HTTP, with OpenAI's protocol, or an exported click model."""
 
+import functools
 import importlib.util
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -12,6 +14,7 @@ from scalejax.cli.commands.convert import Step, check_dtype
 from scalejax.errors import UserError, check_at_least, check_one_of
 
 if TYPE_CHECKING:
+    from scalejax.inference.server.app import ServerSettings, Service
     from scalejax.nn.pages import KvFormat
 
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
@@ -21,7 +24,8 @@ def serve(
     folder: Annotated[
         pathlib.Path,
         typer.Argument(
-            metavar="FOLDER", help="A folder that `scalejax train` wrote, a model folder, or one of Hugging Face."
+            metavar="FOLDER",
+            help="A run, a model folder, one of Hugging Face, or a click model that `scalejax export` wrote.",
         ),
     ],
     host: Annotated[
@@ -41,7 +45,10 @@ def serve(
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Of the model. Default: that of the folder.")
     ] = None,
-    slots: Annotated[int, typer.Option("--slots", metavar="N", min=1, help="Continuations at once.")] = 8,
+    slots: Annotated[
+        int | None,
+        typer.Option("--slots", metavar="N", min=1, help="Continuations at once; or rows scored at once.  [8; 256]"),
+    ] = None,
     kv_tokens: Annotated[
         int | None,
         typer.Option(
@@ -57,7 +64,7 @@ def serve(
     ] = 256,
     max_queue_tokens: Annotated[
         int,
-        typer.Option("--max-queue-tokens", metavar="N", min=1, help="Tokens that their prompts may have together."),
+        typer.Option("--max-queue-tokens", metavar="N", min=1, help="Tokens of their prompts, or rows, together."),
     ] = 262_144,
     drain_seconds: Annotated[
         float,
@@ -82,9 +89,9 @@ def serve(
     recipe: options.RecipeFile = None,
     cpu_devices: options.CpuDevices = None,
 ) -> None:
-    """Serve a language model over HTTP, with OpenAI's protocol.
+    """Serve a language model (OpenAI's protocol) or a click model over HTTP.
 
-    /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
+    /v1/completions and /v1/chat/completions, or /v1/score; /v1/models, /health and /metrics.
     """
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
@@ -99,15 +106,19 @@ def serve(
     if api_key == "":
         raise UserError("--api-key is empty, which everybody knows. Give a key, or leave it out.")
 
-    from scalejax.inference import text
     from scalejax.inference.server import serving
     from scalejax.inference.server.app import ServerSettings
-    from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
+    exported = (folder / "signature.json").is_file()
+    if exported:
+        none = {"--kv-tokens": kv_tokens, "--dtype": dtype, "--mesh": mesh, "--step": step, "--recipe": recipe}
+        for option, value in none.items():
+            if value is not None:
+                raise UserError(f"{option} {value}: {folder} is an exported model, which has none. Leave it out.")
     kept: KvFormat = "compute" if kv_dtype == "none" else cast("KvFormat", kv_dtype)
     settings = ServerSettings(
         name=name or folder.resolve().name,
-        slots=slots,
+        slots=slots or 8,
         max_queue=max_queue,
         max_queue_tokens=max_queue_tokens,
         api_key=api_key,
@@ -121,13 +132,37 @@ def serve(
         print(f"Serving {settings.name} at {address}/v1; Ctrl-C ends it.", flush=True)
 
     with serving.bind(host, port) as bound:  # before the model is loaded: a port that is taken is said at once
-        made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
-        model = folders.open_model(folder, recipe=recipe, step=step)
-        writer = folders.load(text.open_writer, model, made, dtype=dtype, weights=weights)
-        from scalejax.inference.loop import make_loop
+        if exported:
+            make = _score_server(folder, settings, slots or 256)
+        else:
+            from scalejax.inference import text
+            from scalejax.inference.server.app import Server
+            from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
-        loop = make_loop(writer.engine, slots=slots, kv_tokens=kv_tokens, page=page, kv_dtype=kept)
-        print("Compiling what steps of every size need ...", file=sys.stderr, flush=True)
-        loop.warm_up()
-        status = serving.run(writer, loop, settings, bound=bound, drain_seconds=drain_seconds, ready=ready)
+            made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
+            model = folders.open_model(folder, recipe=recipe, step=step)
+            writer = folders.load(text.open_writer, model, made, dtype=dtype, weights=weights)
+            from scalejax.inference.loop import make_loop
+
+            loop = make_loop(writer.engine, slots=settings.slots, kv_tokens=kv_tokens, page=page, kv_dtype=kept)
+            print("Compiling what steps of every size need ...", file=sys.stderr, flush=True)
+            loop.warm_up()
+            make = functools.partial(Server, writer, loop, settings)
+        status = serving.run(make, bound=bound, drain_seconds=drain_seconds, ready=ready)
     raise typer.Exit(status)
+
+
+def _score_server(folder: pathlib.Path, settings: "ServerSettings", rows: int) -> "Callable[..., Service]":
+    from scalejax.inference import reload
+    from scalejax.inference.server import scores
+
+    try:
+        model = reload.load(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"FOLDER {folder}: {error} Export it again.") from error
+    if not isinstance(model, reload.Model):
+        raise UserError(f"FOLDER {folder} is an exported language model. Serve the folder that it was exported from.")
+    scorer = scores.Scorer(model, most=rows)
+    print("Compiling batches of every size ...", file=sys.stderr, flush=True)
+    scorer.warm_up()
+    return functools.partial(scores.ScoreServer, scorer, settings)

@@ -135,7 +135,7 @@ class Answer:
     def take(self, place: int, chunk: Chunk) -> Choice | None:
         """Adds what came for the prompt at `place`; returns the continuation, or None if it had ended already.
 
-        One that has met a text to stop at goes on in the loop until it is cancelled.
+        One that has met a text to stop at goes on in the loop until it is cancelled there.
         """
         if chunk.prompt_logprobs is not None and not self._leading[place]:
             self._leading[place] = list(self._prompt_places(self._prompts[place], chunk.prompt_logprobs))
@@ -144,11 +144,6 @@ class Answer:
             return None
         choice.take(chunk, self._leading[place])
         return choice
-
-    def all_ended(self, place: int) -> bool:
-        """Whether nobody waits for anything of the prompt at `place` any more."""
-        n = self._asked.n
-        return all(choice.ended is not None for choice in self.choices[place * n : place * n + n])
 
     def whole(self) -> dict[str, Any]:
         """The JSON of an answer that is done."""

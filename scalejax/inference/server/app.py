@@ -1,5 +1,6 @@
 """The routes: bodies in, answers out, whole or as server-sent events; every refusal has the form of OpenAI's."""
 
+import abc
 import asyncio
 import collections
 import contextlib
@@ -8,7 +9,7 @@ import functools
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -60,13 +61,14 @@ class ServerSettings:
     longest: int | None = None
 
 
-class Server:
-    """A model behind HTTP; `app` is the ASGI application.
+class Service:
+    """What a model behind HTTP has whatever it answers; `app` is the ASGI application.
 
     Args:
-      writer: The model's tokenizer, and how prompts begin and end.
-      loop: Continues requests.
+      loop: Does what is asked for.
       settings: See there.
+      routes: Paths of the bodies that this kind of model answers, and what makes jobs of them.
+      described: What /v1/models says of the model besides.
       failed: Called, in some thread, when the loop has failed.
 
     Attributes:
@@ -77,14 +79,14 @@ class Server:
 
     def __init__(
         self,
-        writer: Writer,
-        loop: engine.Loop,
+        loop: engine.AnyLoop,
         settings: ServerSettings,
         *,
+        routes: Mapping[str, "MakeJob"],
+        described: Mapping[str, object],
         failed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.writer, self.settings = writer, settings
-        self.longest = min(loop.max_positions, settings.longest or loop.max_positions)
+        self.settings = settings
         self.metrics = Metrics(lambda: self.thread.stats, model=settings.name, prefix=settings.metrics_prefix)
         self.thread = LoopThread(
             loop,
@@ -97,15 +99,18 @@ class Server:
         self.draining = False
         self.jobs: set[Job] = set()
         self.abort: Callable[[tuple[str, int]], None] = lambda _: None
-        self._created = int(time.time())
+        model = {"id": settings.name, "object": "model", "created": int(time.time()), "owned_by": "scalejax"}
+        self._described = {**model, **described}
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/metrics", self._guarded(self._metrics)),
                 Route("/v1/models", self._guarded(self._models)),
                 Route("/v1/models/{model:path}", self._guarded(self._model)),
-                Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
-                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+                *(
+                    Route(path, self._guarded(functools.partial(self._answer, make)), methods=["POST"])
+                    for path, make in routes.items()
+                ),
             ],
             exception_handlers={HTTPException: _of_http, ApiError: _of_error, Exception: _of_bug},
         )
@@ -127,25 +132,14 @@ class Server:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
     async def _models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._described()]})
+        return _json({"object": "list", "data": [self._described]})
 
     async def _model(self, request: Request) -> Response:
         if request.path_params["model"] != self.settings.name:
             raise ApiError(f"only {self.settings.name!r} is served here.", status=404, code="model_not_found")
-        return _json(self._described())
-
-    async def _completions(self, request: Request) -> Response:
-        return await self._generate(request, protocol.read_completion)
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, protocol.read_chat)
-
-    def _described(self) -> dict[str, Any]:
-        described = {"id": self.settings.name, "object": "model", "created": self._created, "owned_by": "scalejax"}
-        return {**described, "max_model_len": self.longest}
+        return _json(self._described)
 
     def _guarded(self, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        @functools.wraps(route)
         async def guarded(request: Request) -> Response:
             key = self.settings.api_key
             given = request.headers.get("authorization", "")
@@ -163,19 +157,13 @@ class Server:
 
     # From a body to its answer.
 
-    async def _generate(self, request: Request, read: Callable[[bytes, str], Asked]) -> Response:
+    async def _answer(self, make: "MakeJob", request: Request) -> Response:
         since = time.monotonic()
         self._check_taking()
-        asked = read(await _body(request), self.settings.name)
-        most = self.settings.max_queue + self.settings.slots
-        if len(asked.prompts) > most or len(asked.prompts) * asked.n > max(most, protocol.MOST_SAMPLES):
-            raise ApiError(
-                f"prompt has {len(asked.prompts)} entries, continued {asked.n} times each: at most {most} entries and "
-                f"{max(most, protocol.MOST_SAMPLES)} continuations fit into one request. Send several.",
-                param="prompt",
-            )
-        # A template or a tokenizer may take a while; others are answered meanwhile.
-        job = await asyncio.to_thread(self._job, asked, since, asyncio.get_running_loop(), request.client)
+        body = await _body(request)
+        came = Came(since, asyncio.get_running_loop(), request.client)
+        # A template, a tokenizer or many rows may take a while; others are answered meanwhile.
+        job = await asyncio.to_thread(make, body, came)
         self._check_taking()
         self.jobs.add(job)
         try:
@@ -183,7 +171,7 @@ class Server:
         except BaseException as error:
             self.jobs.discard(job)
             if isinstance(error, UserError):
-                raise ApiError(str(error), param="messages" if asked.messages else "prompt") from error
+                raise ApiError(str(error), param=job.param) from error
             if isinstance(error, Overloaded):
                 message = "too many requests wait already. Try again later."
                 raise ApiError(message, status=429, code="overloaded") from error
@@ -192,10 +180,61 @@ class Server:
             raise
         return Reply(job)
 
-    def _job(
-        self, asked: Asked, since: float, home: asyncio.AbstractEventLoop, client: tuple[str, int] | None
-    ) -> "Job":
-        writer = self.writer
+
+@dataclasses.dataclass(frozen=True)
+class Came:
+    """How a body came.
+
+    Attributes:
+      since: When, by `time.monotonic`.
+      home: The event loop that answers it.
+      client: Its address.
+    """
+
+    since: float
+    home: asyncio.AbstractEventLoop
+    client: tuple[str, int] | None
+
+
+MakeJob = Callable[[bytes, Came], "Job"]
+"""Reads a body; raises ApiError for what is wrong in it. Runs in some thread."""
+
+
+class Server(Service):
+    """A language model behind HTTP.
+
+    Args:
+      writer: The model's tokenizer, and how prompts begin and end.
+      loop: Continues requests.
+      settings: See there.
+      failed: Called, in some thread, when the loop has failed.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        loop: engine.Loop,
+        settings: ServerSettings,
+        *,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.writer = writer
+        self.longest = min(loop.max_positions, settings.longest or loop.max_positions)
+        routes: dict[str, MakeJob] = {
+            "/v1/completions": functools.partial(self._job, protocol.read_completion),
+            "/v1/chat/completions": functools.partial(self._job, protocol.read_chat),
+        }
+        super().__init__(loop, settings, routes=routes, described={"max_model_len": self.longest}, failed=failed)
+
+    def _job(self, read: Callable[[bytes, str], Asked], body: bytes, came: Came) -> "Job":
+        writer, asked = self.writer, read(body, self.settings.name)
+        most = self.settings.max_queue + self.settings.slots
+        if len(asked.prompts) > most or len(asked.prompts) * asked.n > max(most, protocol.MOST_SAMPLES):
+            raise ApiError(
+                f"prompt has {len(asked.prompts)} entries, continued {asked.n} times each: at most {most} entries and "
+                f"{max(most, protocol.MOST_SAMPLES)} continuations fit into one request. Send several.",
+                param="prompt",
+            )
         try:
             prompts = [self._prepared(prompt) for prompt in asked.prompts]
             if asked.messages is not None:
@@ -225,7 +264,7 @@ class Server:
             streams=(writer.stream_after(prompt.ids) for prompt in prompts for _ in range(asked.n)),
             stops=texts,
         )
-        return Job(self, asked, requests, answer, since, home, client)
+        return TextJob(self, asked, requests, answer, came)
 
     def _prepared(self, prompt: str | tuple[int, ...]) -> PreparedPrompt:
         if isinstance(prompt, str):
@@ -245,32 +284,30 @@ class Server:
         return PreparedPrompt(text, tuple(self.writer.tokenizer.encode(text, specials="parse").tolist()))
 
 
-class Job:
+class Job(abc.ABC):
     """A body that is being answered; all methods run on the event loop.
 
+    Args:
+      service: What answers it.
+      requests: What the loop is asked for.
+      came: See there.
+      param: The field that is named where the loop refuses the requests.
+      stream: Whether events are sent as they come.
+
     Attributes:
-      asked: What the body asks for.
       ticket: What the loop is asked for.
     """
 
     def __init__(
-        self,
-        server: Server,
-        asked: Asked,
-        requests: list[engine.Request],
-        answer: Answer,
-        since: float,
-        home: asyncio.AbstractEventLoop,
-        client: tuple[str, int] | None,
+        self, service: Service, requests: Sequence[engine.AnyRequest], came: Came, *, param: str, stream: bool = False
     ) -> None:
-        self.asked = asked
-        self.ticket = Ticket(requests, self._take, self._fault, home, since)
-        self._server, self._answer, self._client, self._since = server, answer, client, since
+        self.param, self.stream = param, stream
+        self.ticket = Ticket(requests, self._take, self._fault, came.home, came.since)
+        self._service, self._client, self._since = service, came.client, came.since
         self._events: collections.deque[bytes | None] = collections.deque()  # None = the end
         self._waiting_bytes = 0
         self._news = asyncio.Event()
         self._error: ApiError | None = None
-        self._last: dict[int, float] = {}  # when a continuation had its last tokens
         self._over = False
 
     def fail(self, error: ApiError) -> None:
@@ -282,10 +319,10 @@ class Job:
         self._end()
 
     def close(self) -> None:
-        """Whatever happened to the client: nothing is generated for it any more."""
+        """Whatever happened to the client: nothing is done for it any more."""
         if not self._over:
             self._end()
-        self._server.jobs.discard(self)
+        self._service.jobs.discard(self)
 
     async def next_event(self) -> bytes | None:
         """Of the stream; None = it is over."""
@@ -303,10 +340,21 @@ class Job:
             await self._news.wait()
         if self._error is not None:
             return self._error.status, dump(self._error.body)
-        return 200, dump(self._answer.whole())
+        return 200, dump(self._found())
 
-    def _take(self, place: int, chunk: engine.Chunk) -> None:
-        """Takes what a step brought."""
+    @abc.abstractmethod
+    def _add(self, place: int, chunk: Any) -> None:
+        """Takes what a step brought to the request at `place`."""
+
+    @abc.abstractmethod
+    def _found(self) -> object:
+        """The JSON of the whole answer."""
+
+    @abc.abstractmethod
+    def _unended(self) -> int:
+        """What is counted as ended when the job ends before it."""
+
+    def _take(self, place: int, chunk: Any) -> None:
         if self._over:
             return
         try:
@@ -319,36 +367,13 @@ class Job:
         """The loop has failed."""
         self.fail(ApiError(FAULT, status=500, code="device_fault"))
 
-    def _add(self, place: int, chunk: engine.Chunk) -> None:
-        choice = self._answer.take(place, chunk)
-        if choice is None:
-            return None
-        self._measure(choice.index, chunk)
-        if choice.ended is not None:
-            self._server.metrics.ended(choice.ended)
-            if choice.ended == "error" and not self.asked.stream:
-                return self.fail(broken(choice.message))
-        if self.asked.stream:
-            for event in self._answer.events(choice):
-                self._put(dump(event))
-        if self._over:  # its client does not read
-            return None
-        if choice.ended is not None and chunk.ended is None and self._answer.all_ended(place):
-            self._server.thread.cancel(self.ticket, place)
-        if self._answer.done:
-            for event in self._answer.last_events() if self.asked.stream else ():
-                self._put(dump(event))
-            self._put(b"[DONE]")
-            self._end()
-        return None
-
     def _put(self, data: bytes) -> None:
-        if not self.asked.stream:
+        if not self.stream:
             return
         if self._waiting_bytes > LARGEST_BUFFER:
             self._end()
             if self._client is not None:
-                self._server.abort(self._client)
+                self._service.abort(self._client)
             return
         self._events.append(b"data: " + data + b"\n\n")
         self._waiting_bytes += len(self._events[-1] or b"")
@@ -360,11 +385,51 @@ class Job:
         self._over = True
         self._events.append(None)
         self._news.set()
-        for choice in self._answer.choices:
-            if choice.ended is None:
-                self._server.metrics.ended("abort" if self._error is None else "error")
-        self._server.metrics.request_s.observe(time.monotonic() - self._since)
-        self._server.thread.cancel(self.ticket)
+        for _ in range(self._unended()):
+            self._service.metrics.ended("abort" if self._error is None else "error")
+        self._service.metrics.request_s.observe(time.monotonic() - self._since)
+        self._service.thread.cancel(self.ticket)
+
+
+class TextJob(Job):
+    """One whose answer grows."""
+
+    def __init__(
+        self, server: Server, asked: Asked, requests: Sequence[engine.Request], answer: Answer, came: Came
+    ) -> None:
+        param = "messages" if asked.messages else "prompt"
+        super().__init__(server, requests, came, param=param, stream=asked.stream)
+        self._answer = answer
+        self._last: dict[int, float] = {}  # when a continuation had its last tokens
+
+    def _add(self, place: int, chunk: engine.Chunk) -> None:
+        choice = self._answer.take(place, chunk)
+        if choice is None:
+            return None
+        self._measure(choice.index, chunk)
+        if choice.ended is not None:
+            self._service.metrics.ended(choice.ended)
+            if choice.ended == "error" and not self.stream:
+                return self.fail(broken(choice.message))
+        if self.stream:
+            for event in self._answer.events(choice):
+                self._put(dump(event))
+        if self._over:  # its client does not read
+            return None
+        if choice.ended is not None and chunk.ended is None:
+            self._service.thread.cancel(self.ticket, place, chunk.sample)
+        if self._answer.done:
+            for event in self._answer.last_events() if self.stream else ():
+                self._put(dump(event))
+            self._put(b"[DONE]")
+            self._end()
+        return None
+
+    def _found(self) -> object:
+        return self._answer.whole()
+
+    def _unended(self) -> int:
+        return sum(choice.ended is None for choice in self._answer.choices)
 
     def _measure(self, index: int, chunk: engine.Chunk) -> None:
         if not chunk.tokens:
@@ -372,10 +437,10 @@ class Job:
         now = time.monotonic()
         before = self._last.get(index)
         if before is None and not self._last:
-            self._server.metrics.first_token_s.observe(now - self._since)
+            self._service.metrics.first_token_s.observe(now - self._since)
         elif before is not None:
             for _ in chunk.tokens:
-                self._server.metrics.between_tokens_s.observe((now - before) / len(chunk.tokens))
+                self._service.metrics.between_tokens_s.observe((now - before) / len(chunk.tokens))
         self._last[index] = now
 
 
@@ -388,7 +453,7 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_gone(receive))
-        sending = asyncio.ensure_future(self._stream(send) if self._job.asked.stream else self._whole(send))
+        sending = asyncio.ensure_future(self._stream(send) if self._job.stream else self._whole(send))
         try:
             await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():

@@ -11,9 +11,10 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from scalejax.errors import UserError
-from scalejax.inference.requests import Chunk, Loop, Request, Stats
+from scalejax.inference.requests import AnyChunk, AnyLoop, AnyRequest, LoopStats
 
 _BATCHES = 8  # results of steps that an event loop may be behind, before the thread waits for it ...
 _BEHIND_S = 1.0  # ... so long
@@ -27,7 +28,7 @@ class Fault(Exception):
     """The loop has failed, and nothing will be served any more."""
 
 
-Deliver = Callable[[int, Chunk], None]
+Deliver = Callable[[int, Any], None]
 """Told the number of a request among those of its ticket, and what came."""
 
 
@@ -44,7 +45,7 @@ class Ticket:
       numbers: Of the loop, while they are in it.
     """
 
-    requests: Sequence[Request]
+    requests: Sequence[AnyRequest]
     deliver: Deliver
     fail: Callable[[Fault], None]
     home: asyncio.AbstractEventLoop
@@ -58,11 +59,11 @@ class _Entry:
 
     ticket: Ticket
     place: int
-    left: int  # continuations that go on
+    left: set[int]  # samples that go on
     begun: bool = False
 
     @property
-    def request(self) -> Request:
+    def request(self) -> AnyRequest:
         return self.ticket.requests[self.place]
 
 
@@ -73,7 +74,7 @@ class LoopThread:
       loop: Owned from `start` on.
       slots: Of the loop: continuations at once.
       max_queue: Requests that may wait.
-      max_queue_tokens: Tokens that their prompts may have together.
+      max_queue_tokens: Of their sizes together.
       begun: Told how many seconds a request waited, when it begins.
       failed: Told when the loop fails; both are called in the thread.
 
@@ -84,7 +85,7 @@ class LoopThread:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: AnyLoop,
         *,
         slots: int,
         max_queue: int,
@@ -101,7 +102,7 @@ class LoopThread:
         self._entries: dict[int, _Entry] = {}  # in the order in which they were taken
         self._room = threading.Semaphore(_BATCHES)
         self._thread = threading.Thread(target=self._run, name="scalejax-loop", daemon=True)
-        self.stats: Stats = loop.stats
+        self.stats: LoopStats = loop.stats
         self.fault: BaseException | None = None
 
     def start(self) -> None:
@@ -150,9 +151,9 @@ class LoopThread:
             self.cancel(ticket)
             raise
 
-    def cancel(self, ticket: Ticket, place: int | None = None) -> None:
-        """Ends the requests of a ticket, or one of them: it has its slots until the end of the step that runs."""
-        self._post(lambda: self._drop(ticket, place))
+    def cancel(self, ticket: Ticket, place: int | None = None, sample: int | None = None) -> None:
+        """Ends the requests of a ticket, or one of them, or a sample of it: slots are free after the step that runs."""
+        self._post(lambda: self._drop(ticket, place, sample))
 
     # In the thread.
 
@@ -191,7 +192,7 @@ class LoopThread:
         for request in ticket.requests:
             self._loop.check(request)
         waiting, tokens = self._queue()
-        more = sum(len(request.prompt) for request in ticket.requests)
+        more = sum(request.size for request in ticket.requests)
         waiting -= max(self._slots - self._loop.stats.running, 0)  # those begin with the next step
         crowded = waiting + len(ticket.requests) > self._max_queue
         if crowded or (waiting > 0 and tokens + more > self._max_queue_tokens):
@@ -199,20 +200,25 @@ class LoopThread:
         for place, request in enumerate(ticket.requests):
             number = self._loop.submit(request)
             ticket.numbers.append(number)
-            self._entries[number] = _Entry(ticket, place, request.samples)
+            self._entries[number] = _Entry(ticket, place, set(range(request.samples)))
 
     def _queue(self) -> tuple[int, int]:
         """Requests that wait, and the tokens of their prompts: they are those that came last."""
         waiting = self._loop.stats.waiting
         entries = list(self._entries.values())
-        return waiting, sum(len(entry.request.prompt) for entry in entries[len(entries) - waiting :])
+        return waiting, sum(entry.request.size for entry in entries[len(entries) - waiting :])
 
-    def _drop(self, ticket: Ticket, place: int | None = None) -> None:
+    def _drop(self, ticket: Ticket, place: int | None, sample: int | None) -> None:
         for number in list(ticket.numbers):
             entry = self._entries.get(number)
-            if self.fault is None and entry is not None and place in (None, entry.place):
+            if self.fault is not None or entry is None or place not in (None, entry.place):
+                continue
+            if sample is not None and sample not in entry.left:  # it ended meanwhile
+                continue
+            entry.left = set() if sample is None else entry.left - {sample}
+            if not entry.left:
                 self._forget(number)
-                self._loop.cancel(number)
+            self._loop.cancel(number, sample)
 
     def _forget(self, number: int) -> None:
         self._entries.pop(number).ticket.numbers.remove(number)
@@ -224,18 +230,19 @@ class LoopThread:
                 entry.begun = True
                 self._begun(time.monotonic() - entry.ticket.since)
 
-    def _hand_out(self, chunks: Sequence[Chunk]) -> None:
+    def _hand_out(self, chunks: Sequence[AnyChunk]) -> None:
         found: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         for chunk in chunks:
             entry = self._entries.get(chunk.request)
-            if entry is None:  # cancelled
+            if entry is None or chunk.sample not in entry.left:  # cancelled
                 continue
             if not entry.begun:
                 entry.begun = True
                 self._begun(time.monotonic() - entry.ticket.since)
             ticket, place = entry.ticket, entry.place
             found.setdefault(ticket.home, []).append(lambda t=ticket, p=place, c=chunk: t.deliver(p, c))
-            entry.left -= chunk.ended is not None
+            if chunk.ended is not None:
+                entry.left.discard(chunk.sample)
             if not entry.left:
                 self._forget(chunk.request)
         for home, calls in found.items():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from scalejax.inference.requests import Stats
+from scalejax.inference.requests import LoopStats
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -22,6 +22,8 @@ _COUNTERS = {
     "prompt_tokens": ("Prompt tokens read.", "prompt_tokens"),
     "generation_tokens": ("Tokens generated.", "generation_tokens"),
     "num_preemptions": ("Requests put back for want of KV cache.", "preemptions"),
+    "rows_scored": ("Rows scored.", "rows"),
+    "batches_scored": ("Batches in which they were.", "batches"),
     "compilations": ("Programs compiled since the warm-up; 0 is what is wanted.", "compilations"),
 }
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -36,7 +38,7 @@ class Metrics:
       prefix: Of their names: "scalejax", or "vllm".
     """
 
-    def __init__(self, stats: Callable[[], Stats], *, model: str, prefix: str) -> None:
+    def __init__(self, stats: Callable[[], LoopStats], *, model: str, prefix: str) -> None:
         self._stats, self._model, self._prefix = stats, model, prefix
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
@@ -66,6 +68,8 @@ class Metrics:
         stats = self._stats()
         for families, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, (help_, field) in families.items():
+                if not hasattr(stats, field):  # of another kind of model
+                    continue
                 family = kind(f"{self._prefix}:{name}", help_, labels=["model_name"])
                 family.add_metric([self._model], getattr(stats, field))
                 yield family

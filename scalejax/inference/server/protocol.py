@@ -1,4 +1,7 @@
-"""Bodies of OpenAI's completions and chat completions, read and checked: what is wrong is named, nothing is ignored."""
+"""Bodies of OpenAI's completions and chat completions, and rows to score, read and checked.
+
+What is wrong is named, nothing is ignored.
+"""
 
 import dataclasses
 import math
@@ -15,6 +18,7 @@ LARGEST_BODY = 4 * 2**20
 MOST_SAMPLES = 128
 MOST_STOPS = 4
 _LOGPROBS, _TOP_LOGPROBS = 5, 20
+_LARGEST_FLOAT32 = 3.4028234e38
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # What is known and not offered -> the values that ask for nothing. None always does.
 _LACKED: Mapping[str, tuple[object, ...]] = {
@@ -136,6 +140,76 @@ def read_chat(body: bytes, model: str) -> Asked:
     shared = fields.shared()
     fields.check_all_taken()
     return Asked(messages=messages, max_tokens=max_tokens, logprobs=(top or 0) if logprobs else None, **shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedRows:
+    """Rows for a click model, column by column.
+
+    Attributes:
+      count: Of rows.
+      ids: Of each feature all ids, row after row.
+      lengths: How many of them each row has, of features with a list of ids.
+      dense: Numbers of each row.
+    """
+
+    count: int
+    ids: dict[str, list[int]]
+    lengths: dict[str, list[int]]
+    dense: list[list[float]]
+
+
+def read_rows(body: bytes, model: str, signature: Mapping[str, Any]) -> AskedRows:
+    """The rows of a body for /v1/score, of an exported click model with this signature.
+
+    Raises:
+      ApiError: it is no JSON, or a field or a value of a row is wrong or unknown.
+    """
+    fields = _Fields(body, model, {})
+    rows = fields.take("rows")
+    fields.check_all_taken()
+    features: Mapping[str, Any] = signature["features"]
+    if not isinstance(rows, list) or not rows:
+        wanted = '[{"ids": {' + ", ".join(f'"{name}": ...' for name in features) + '}, "dense": [...]}]'
+        raise ApiError(f"rows must be a list such as {wanted}; got {show(rows)}.", param="rows")
+    found = AskedRows(len(rows), {name: [] for name in features}, {}, [])
+    for number, row in enumerate(rows):
+        where = f"rows[{number}]"
+        if not isinstance(row, dict) or not set(row) <= {"ids", "dense"}:
+            raise ApiError(f"{where} must be an object with ids and dense; got {show(row)}.", param=where)
+        given = row.get("ids", {})
+        if not isinstance(given, dict) or given.keys() != features.keys():
+            wanted = ", ".join(features)
+            raise ApiError(f"{where}.ids must have the features {wanted}; got {show(given)}.", param=f"{where}.ids")
+        for name, feature in features.items():
+            values = _ids_of(given[name], feature, f"{where}.ids.{name}")
+            found.ids[name] += values
+            if feature["length"] is None:
+                found.lengths.setdefault(name, []).append(len(values))
+        found.dense.append(_numbers(row.get("dense", []), signature["dense"], f"{where}.dense"))
+    return found
+
+
+def _ids_of(value: Any, feature: Mapping[str, Any], where: str) -> list[int]:
+    length, most = feature["length"], feature["rows"]
+    values: list[Any] = [value] if length == 1 and not isinstance(value, list) else value
+    if not isinstance(values, list) or length not in (None, len(values)):
+        wanted = "a list of ids" if length is None else f"a list of {length} ids" if length > 1 else "an id"
+        raise ApiError(f"{where} must be {wanted}; got {show(value)}.", param=where)
+    for each in values:
+        if not _is_id(each) or not 0 <= each < most:
+            raise ApiError(f"{where} must have integers from 0 to {most - 1}; got {show(each)}.", param=where)
+    return values
+
+
+def _numbers(value: Any, names: Sequence[str], where: str) -> list[float]:
+    if not isinstance(value, list) or len(value) != len(names):
+        wanted = f"{len(names)} numbers ({', '.join(names)})" if names else "left out or empty"
+        raise ApiError(f"{where} must be {wanted}; got {show(value)}.", param=where)
+    for each in value:
+        if not isinstance(each, int | float) or isinstance(each, bool) or not abs(each) <= _LARGEST_FLOAT32:
+            raise ApiError(f"{where} must have numbers of float32; got {show(each)}.", param=where)
+    return value
 
 
 class _Fields:

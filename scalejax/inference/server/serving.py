@@ -12,10 +12,8 @@ from typing import Any
 import uvicorn
 
 from scalejax.errors import UserError, check_at_least
-from scalejax.inference.requests import Loop
-from scalejax.inference.server.app import FAULT, Server, ServerSettings
+from scalejax.inference.server.app import FAULT, Service
 from scalejax.inference.server.protocol import ApiError
-from scalejax.inference.text import Writer
 
 _FLUSH_S = 3  # for clients to read their last events
 _STEP_S = 10.0  # for the step that runs
@@ -45,9 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(
-    writer: Writer,
-    loop: Loop,
-    settings: ServerSettings,
+    make: Callable[..., Service],
     *,
     bound: socket.socket,
     drain_seconds: float,
@@ -58,15 +54,13 @@ def run(
     The first signal lets what is running finish, a second one ends the process at once.
 
     Args:
-      writer: The model's tokenizer, and how prompts begin and end.
-      loop: Continues requests.
-      settings: See there.
+      make: Of the server, told what to call (`failed`) when its loop has failed.
       bound: Where to listen, of `bind`.
       drain_seconds: How long what is running may take to finish after a signal; the rest gets an error.
       ready: Told the address, once requests are served.
     """
     check_at_least("--drain-seconds", drain_seconds, 0)
-    return asyncio.run(_run(writer, loop, settings, bound, drain_seconds, ready))
+    return asyncio.run(_run(make, bound, drain_seconds, ready))
 
 
 class _Uvicorn(uvicorn.Server):
@@ -78,9 +72,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _run(
-    writer: Writer,
-    loop: Loop,
-    settings: ServerSettings,
+    make: Callable[..., Service],
     bound: socket.socket,
     drain_seconds: float,
     ready: Callable[[str], None],
@@ -91,7 +83,7 @@ async def _run(
     def failed() -> None:
         here.call_soon_threadsafe(over.set)
 
-    server = Server(writer, loop, settings, failed=failed)
+    server = make(failed=failed)
 
     def on_signal(number: int) -> None:
         if server.draining:
@@ -143,7 +135,7 @@ async def _run(
     return status
 
 
-async def _end(server: Server, drain_seconds: float, over: asyncio.Event) -> int:
+async def _end(server: Service, drain_seconds: float, over: asyncio.Event) -> int:
     """Lets jobs finish; those that do not get an error. Returns the status of the process."""
     if server.thread.fault is None:
         print(f"Ending: {len(server.jobs)} running, at most {drain_seconds:g} s.", file=sys.stderr, flush=True)

@@ -8,9 +8,13 @@ import signal
 import subprocess
 import sys
 
+import click_cases
 import httpx2 as httpx
 import pytest
 from llama_cases import GQA, write_checkpoint
+
+from scalejax.inference import reload
+from scalejax.inference.recommendation import export, lowering, precision
 
 ROOT = pathlib.Path(__file__).parents[3]
 # The real command; only what continues tokens is a stand-in.
@@ -80,6 +84,41 @@ def test_a_folder_is_served_until_a_signal(folder):
         finally:
             if child.poll() is None:
                 child.kill()
+
+
+def test_an_exported_click_model_is_served_until_a_signal(tmp_path, invoke):
+    made = click_cases.model("logistic")
+    exact = precision.uniform(made, tables="float32", dense="float32")
+    export.write(lowering.lower(made, exact, None), tmp_path / "clicks")
+    for option in (("--kv-tokens", "9"), ("--dtype", "bfloat16"), ("--mesh", "tensor=2"), ("--step", "3")):
+        result = invoke("serve", str(tmp_path / "clicks"), "--port", "0", *option)
+        assert result.exit_code == 2
+        assert f"{' '.join(option)}: " in result.stderr
+    command = [sys.executable, "-m", "scalejax", "serve", str(tmp_path / "clicks"), "--port", "0", "--slots", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        try:
+            line = child.stdout.readline()
+            assert line.startswith("Serving clicks at http://127.0.0.1:"), line + child.stderr.read()
+            with httpx.Client(base_url=line.split()[3].removesuffix(";"), trust_env=False) as client:
+                row = {"ids": {"user": 3, "shown": [1, 2], "pages": [5]}, "dense": [0.5, 1, 2]}
+                (score,) = client.post("/score", json={"rows": [row]}).json()["data"]
+                ids = {name: [value] for name, value in row["ids"].items()}
+                want = reload.load(tmp_path / "clicks")(ids, [row["dense"]])
+                assert score["logits"] == pytest.approx(want["logits"][0].tolist(), abs=1e-6)
+                assert client.post("/score", json={"rows": [row] * 3}).status_code == 400
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(30) == 0, child.stderr.read()
+        finally:
+            if child.poll() is None:
+                child.kill()
+
+
+def test_an_export_that_cannot_be_served_is_one_line(tmp_path, invoke):
+    for written, words in (({"format": "x"}, "has the format 'x'"), ({"format": reload.FORMAT}, "Export it again")):
+        (tmp_path / "signature.json").write_text(json.dumps(written | {"sha256": {"model.safetensors": ""}}))
+        result = invoke("serve", str(tmp_path), "--port", "0")
+        assert result.exit_code == 2, result.stdout
+        assert words in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_a_stop_text_ends_within_a_step_and_is_never_shown(serve, stream, stop, 
     if stream:  # what may be the beginning of a stop text is held back
         assert all("qu" not in choice["text"] for choice in choices) or "quick" in want
     wait_for(lambda: not loop.busy)
-    assert loop.cancelled == [0]
+    assert loop.cancelled == [(0, 0)]
     # One more step may run while the text is looked at, and its successor before the cancellation is read.
     found = len(want) + max(len(text) for text in ([stop] if isinstance(stop, str) else stop))
     assert loop.counted["generation_tokens"] <= found + 10
@@ -186,8 +186,21 @@ def test_a_stop_text_ends_its_prompt_and_no_other(serve):
     body = complete(client, prompt=prompts, stop="quick", max_tokens=2000).json()
     assert [choice["text"] for choice in body["choices"]] == ["The ", TEXT[10:] + "The "]
     wait_for(lambda: not loop.busy)
-    assert loop.cancelled == [0, 1]
+    assert loop.cancelled == [(0, 0), (1, 0)]
     assert loop.counted["generation_tokens"] <= (9 + 10) + (35 + 9 + 10)
+
+
+def test_a_stop_text_ends_its_sample_and_no_other_of_its_prompt(serve):
+    client = serve(loop := FakeLoop(endless=True, delay=0.001))
+    # The second sample never begins with "T"; it goes on alone, and the slot of the first is free.
+    body = complete(client, stop="The quick", n=2, max_tokens=40).json()
+    assert [(choice["text"], choice["finish_reason"]) for choice in body["choices"]] == [
+        ("", "stop"),
+        ((TEXT[1:] + TEXT[:1])[:40], "length"),
+    ]
+    assert loop.cancelled == [(0, 0)]
+    assert loop.counted["generation_tokens"] <= 40 + len("The quick") + 10
+    assert complete(client, n=8).status_code == 200  # all slots are free
 
 
 def test_a_continuation_that_has_ended_is_told_once_while_others_of_its_prompt_go_on(serve):
@@ -199,7 +212,7 @@ def test_a_continuation_that_has_ended_is_told_once_while_others_of_its_prompt_g
     texts = ["".join(c["text"] for event in got for c in event["choices"] if c["index"] == i) for i in (0, 1)]
     assert texts == ["", TEXT[1:]]
     assert metrics(client)['scalejax:request_success_total{finished_reason="stop",model_name="tiny"}'] == 2
-    assert loop.cancelled == [0]
+    assert loop.cancelled == [(0, 0), (0, 1)]
 
 
 def wait_for(condition, seconds=10):
