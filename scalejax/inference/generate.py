@@ -119,6 +119,8 @@ class Engine:
         numbers = [0] * len(prompts) if samples is None else list(samples)
         if len(numbers) != len(prompts):
             raise ValueError(f"generate: samples must have one number a prompt, {len(prompts)}; got {len(numbers)}.")
+        if loop is not None and loop.engine is not self:
+            raise UserError("loop: the session belongs to another model. Give one that was made of this engine.")
         loop = loop or self._loop_for(prompts, max_tokens)
         rows: dict[tuple[int, int], list[int]] = {}
         of_prompt: dict[tuple[int, ...], list[int]] = {}

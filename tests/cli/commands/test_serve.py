@@ -132,6 +132,7 @@ def test_an_export_that_cannot_be_served_is_one_line(tmp_path, invoke):
         (("--port", "70000"), "--port must be from 0"),
         (("--host", "192.0.2.1", "--port", "0"), "--host 192.0.2.1 --port 0: cannot be listened at"),
         (("--port", "0"), "/nowhere"),
+        (("--port", "0", "--mesh", "tensor=3"), "must multiply to the 8 devices at hand; got tensor=3"),
     ],
 )
 def test_mistakes_are_one_line(invoke, arguments, words):
