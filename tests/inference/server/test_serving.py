@@ -1,19 +1,28 @@
 """A server that listens: streams, clients that leave or do not read, signals, faults, and many clients at once."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
+import threading
 import time
 import urllib.parse
 
+import chat_cases
 import httpx2 as httpx
+import jax
 import pytest
+import uvicorn
 from fake_loop import TEXT
 from fake_server import running
 
 from scalejax.errors import UserError
+from scalejax.inference import loop, text
 from scalejax.inference.server import serving
+from scalejax.inference.server.app import Server, ServerSettings
+from scalejax.models.llm import model_folder
+from scalejax.parallel.mesh import MeshShape, make_mesh
 
 HARMLESS = {"trust_env": False, "timeout": 60}
 
@@ -247,3 +256,47 @@ def test_the_client_of_openai_chats_streams_and_understands_refusals(endless):
             client.chat.completions.create(**asked, logit_bias={"5": 1})
         with pytest.raises(openai.APIError, match="not finite"):
             list(client.completions.create(model="tiny", prompt="nan", max_tokens=9, stream=True))
+
+
+@contextlib.contextmanager
+def in_this_process(server):
+    """The address of a server on loopback, in a thread."""
+    bound = serving.bind("127.0.0.1", 0)
+    http = uvicorn.Server(uvicorn.Config(server.app, lifespan="off", log_config=None, access_log=False))
+    thread = threading.Thread(target=http.run, kwargs={"sockets": [bound]})
+    server.thread.start()
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+    finally:
+        http.should_exit = True
+        thread.join(20)
+        assert server.thread.stop(20)
+        bound.close()
+
+
+def test_the_client_of_openai_talks_with_a_model_in_this_process(tmp_path):
+    openai = pytest.importorskip("openai", reason="needs openai's client, which is no dependency")
+    pytest.importorskip("tokenizers", reason="needs the extra llm")
+    pytest.importorskip("jinja2", reason="needs the extra llm")
+    folder = chat_cases.write_model(tmp_path / "tiny", max_positions=256)
+    mesh = make_mesh(MeshShape(fsdp=1), jax.devices()[:1])
+    writer = text.open_writer(model_folder.open_folder(folder), mesh)
+    scheduler = loop.make_loop(writer.engine, slots=2, page=16)
+    settings = ServerSettings(name="tiny", slots=2, max_queue=16, max_queue_tokens=1000)
+    messages = [{"role": "user", "content": "hi"}]
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+    with (
+        in_this_process(Server(writer, scheduler, settings)) as address,
+        httpx.Client(trust_env=False) as http,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=http) as client,
+    ):
+        (whole,) = client.chat.completions.create(**asked, messages=messages).choices
+        pieces = client.chat.completions.create(**asked, messages=messages, stream=True)
+        streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+        completed = client.completions.create(**asked, prompt=["ab", "cd"])
+    assert streamed == whole.message.content
+    prompt = writer.tokenizer.render_chat(messages)
+    wanted = writer.complete([prompt, "ab", "cd"], max_tokens=12)
+    assert [each.text for each in wanted] == [whole.message.content, *(choice.text for choice in completed.choices)]
+    assert completed.usage.completion_tokens == len(wanted[1].tokens) + len(wanted[2].tokens)
