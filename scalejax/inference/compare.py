@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
+from scalejax.inference import loop
 from scalejax.inference.generate import Engine
+from scalejax.nn.pages import KvFormat
 
 _BATCH_TOKENS = 2048
+_CACHED_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,37 @@ def compare(before: Engine, after: Engine, rows: np.ndarray) -> ModelComparison:
     )
 
 
+def score_cached(engine: Engine, rows: np.ndarray, kv_dtype: KvFormat, *, page: int = 64) -> Score:
+    """Scores a model as it generates: tokens one by one, through a cache of pages of a format.
+
+    Args:
+      engine: The model, on one device.
+      rows: int32[rows, positions]; each row is a document.
+      kv_dtype: How keys and values are stored, see `nn.pages`.
+      page: Places of a page.
+
+    Raises:
+      UserError: its logits are not finite.
+    """
+    batch, each = min(len(rows), _CACHED_ROWS), -(-rows.shape[1] // page)
+    table = np.arange(batch * each, dtype=np.int32).reshape(batch, each)
+    slots, first = np.arange(batch, dtype=np.int32), np.zeros(batch, np.int32)
+    total = np.zeros(())
+    for start in range(0, len(rows), batch):
+        tokens, weights = _filled_up(rows[start : start + batch], batch)
+        steps = loop.make_loop(
+            engine, slots=batch, kv_tokens=batch * each * page, page=page, kv_dtype=kv_dtype
+        ).steps  # fmt: skip
+        losses = []
+        for at in range(rows.shape[1] - 1):
+            positions = np.full((batch, 1), at, np.int32)
+            places = positions % page
+            steps.read(tokens[:, at : at + 1], positions, table, first, places, slots, "pass_kv")
+            losses.append(_next_loss(steps.state.logits, tokens[:, at + 1], weights))
+        total += np.sum(jax.device_get(losses), dtype=np.float64)
+    return Score(tokens=_predicted(rows), loss=float(_checked(total)) / _predicted(rows))
+
+
 def _predicted(rows: np.ndarray) -> int:
     return rows.shape[0] * (rows.shape[1] - 1)
 
@@ -91,20 +125,34 @@ def _sums(engines: tuple[Engine, ...], rows: np.ndarray) -> dict[str, np.ndarray
     step = max(1, _BATCH_TOKENS // rows.shape[1])
     total: dict[str, np.ndarray] = {}
     for start in range(0, len(rows), step):
-        part = rows[start : start + step]
-        # The last part is filled up with rows of weight 0, so that no second program is compiled for it.
-        spare = step - len(part) if len(rows) > step else 0
-        tokens = np.concatenate([part, np.zeros((spare, rows.shape[1]), np.int32)])
-        weights = (np.arange(len(tokens)) < len(part)).astype(np.float32)
+        tokens, weights = _filled_up(rows[start : start + step], min(step, len(rows)))
         logits = tuple(engine.logits(tokens) for engine in engines)
         for name, value in _measures(logits, tokens, weights).items():
             total[name] = total.get(name, np.float64(0)) + np.asarray(value, np.float64)
-    if not np.isfinite(total["loss"]).all():
+    _checked(total["loss"])
+    return total
+
+
+def _filled_up(part: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """With rows of weight 0, so that no second program is compiled for the last part; and the weights."""
+    tokens = np.concatenate([part, np.zeros((count - len(part), part.shape[1]), np.int32)])
+    return tokens, (np.arange(count) < len(part)).astype(np.float32)
+
+
+def _checked(loss: np.ndarray) -> np.ndarray:
+    if not np.isfinite(loss).all():
         raise UserError(
             "--text: the model's logits are not finite. In float16 activations of many models overflow: choose --dtype "
             "bfloat16 or float32."
         )
-    return total
+    return loss
+
+
+@jax.jit
+def _next_loss(logits: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+    """Logits [B, V], the tokens that came, weights of rows -> sum."""
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    return -jnp.sum(jnp.take_along_axis(logs, tokens[:, None], axis=-1)[:, 0] * weights)
 
 
 @jax.jit

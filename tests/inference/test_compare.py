@@ -1,14 +1,18 @@
 """Perplexity and the distance of predictions, against sums in NumPy."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
+import small_language_run as small
 from llama_cases import GQA, tensors, tokens, write_checkpoint
 
 from scalejax.errors import UserError
-from scalejax.inference import compare, generate
+from scalejax.inference import compare, generate, run_model, text_rows
 from scalejax.models.llm import model_folder
 from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import loop
 
 ROWS = tokens(GQA, 5, 12)
 
@@ -49,6 +53,49 @@ def test_sums_are_those_of_numpy(pair, monkeypatch):
     assert compare.score(pair[0], ROWS) == found.before
 
 
+def test_tokens_read_one_by_one_through_pages_have_the_loss_of_whole_rows(pair, monkeypatch):
+    monkeypatch.setattr(compare, "_CACHED_ROWS", 2)  # the last batch is filled up
+    found = compare.score_cached(pair[0], ROWS, "compute", page=16)
+    want = compare.score(pair[0], ROWS)
+    assert found.tokens == want.tokens
+    assert found.loss == pytest.approx(want.loss, rel=1e-5)
+
+
+def write_echoes(folder, seed, documents):
+    """Texts of 63 letters; a letter is mostly the fourth before it, which attention alone can know."""
+    folder.mkdir()
+    random = np.random.default_rng(seed)
+    for number in range(documents):
+        letters = random.integers(0, 26, 63)
+        for at in range(4, 63):
+            letters[at] = letters[at - 4] if random.random() < 0.9 else letters[at]
+        (folder / f"{number:04}.txt").write_text("".join(chr(97 + letter) for letter in letters))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_held_out_loss_of_a_trained_model_hardly_grows_with_narrow_keys_and_values(tmp_path):
+    experiment = small.experiment(
+        write_echoes(tmp_path / "texts", 0, 600),
+        model=dataclasses.replace(small.MODEL, dim=32, ffn_dim=64),
+        steps=300,
+        data__length=64,
+        data__batch_size=16,
+        checkpoints__every=300,
+        log_every=300,
+    )
+    loop.train(experiment, workdir=tmp_path / "run")
+    opened = run_model.open_run(tmp_path / "run", experiment)
+    on = generate.load(opened, make_mesh(MeshShape(fsdp=1), jax.devices()[:1]), dtype="float32")
+    rows = text_rows.read_rows(opened, write_echoes(tmp_path / "held", 1, 64), 64 * 64)
+    plain, int8, float8 = (compare.score_cached(on, rows, kept).loss for kept in ("compute", "int8", "float8"))
+    assert plain == pytest.approx(compare.score(on, rows).loss, rel=1e-5)
+    assert plain < 1.6  # of 3.26 for letters of which nothing is known
+    assert int8 / plain - 1 <= 0.005
+    assert float8 / plain - 1 <= 0.01
+    assert int8 != plain != float8
+
+
 def test_a_model_does_not_differ_from_itself(pair):
     found = compare.compare(pair[0], pair[0], ROWS)
     assert (found.divergence, found.agreement) == (0, 1)
@@ -56,8 +103,6 @@ def test_a_model_does_not_differ_from_itself(pair):
 
 
 def test_what_cannot_be_compared_is_refused(pair, tmp_path):
-    import dataclasses
-
     other = engine(tmp_path / "other", config=dataclasses.replace(GQA, vocabulary=100))
     with pytest.raises(UserError, match="vocabularies of 96 and 100 tokens"):
         compare.compare(pair[0], other, ROWS)
