@@ -162,6 +162,32 @@ def test_samples_read_their_prompt_once_and_draw_as_if_alone(engine):
         assert on.stats.prompt_tokens <= most
 
 
+def test_eight_samples_of_512_tokens_read_them_once(tmp_path, monkeypatch):
+    config = dataclasses.replace(GQA, max_positions=1024)
+    write_checkpoint(tmp_path / "theirs", config)
+    mesh = make_mesh(MeshShape(fsdp=1), jax.devices()[:1])
+    longer = generate.load(model_folder.open_folder(tmp_path / "theirs"), mesh)
+    on, read = loop.make_loop(longer, slots=8, kv_tokens=2048), []
+    whole = on._programs.read
+
+    def spied(params, rows, reading, *more):
+        read.append(int((reading.positions >= 0).sum()))
+        return whole(params, rows, reading, *more)
+
+    spied._cache_size = whole._cache_size
+    monkeypatch.setitem(vars(on._programs), "read", spied)
+    prompt = tuple(tokens(config, 1, 512)[0].tolist())
+    on.submit(Request(prompt=prompt, max_tokens=40, samples=8, sampling=TokenSampling(temperature=1.0, seed=3)))
+    on.step()
+    assert (read, on.stats.prompt_tokens, on.stats.running) == ([512], 512, 8)
+    assert (on.stats.prefix_queries, on.stats.prefix_hits) == (8 * 512, 7 * 512)
+    # 8 units of the prompt for all, and one each for what is new.
+    assert round(on.stats.kv_usage * 2048 / 64) <= 8 + 8
+    found, _ = run(on)
+    assert len({new for new, _ in found.values()}) == 8
+    assert read == [512]
+
+
 def test_who_is_put_back_for_want_of_units_has_the_tokens_of_an_undisturbed_run(engine):
     prompts = [tuple(IDS[a : a + 30]) for a in (0, 50, 100)]
     want = [run_alone(engine, prompt, 60) for prompt in prompts]
@@ -189,7 +215,9 @@ def test_a_cancelled_request_frees_its_slot_and_units_at_once(engine):
 
 
 def test_a_cancelled_sample_frees_its_slot_and_the_others_go_on(engine):
-    asked = Request(prompt=tuple(IDS[:40]), max_tokens=30, samples=3, watched=True, sampling=TokenSampling(seed=3))
+    asked = Request(
+        prompt=tuple(IDS[:40]), max_tokens=30, samples=3, watched=True, sampling=TokenSampling(temperature=1.0, seed=3)
+    )
     alone = scheduler(engine, 64, slots=3)
     alone.submit(asked)
     want, _ = run(alone)

@@ -7,6 +7,8 @@ is their bytes over the bandwidth of the memory; a copy, timed in the same run, 
     requests                64 requests of 4 to 200 tokens (geometric, mean 48) in 8 slots; peers take batches of 8 in
                             the order in which they came, each as long as its longest: transformers, or this project
                             ("static")
+    prefix                  the first token after a prompt of 544 of which 512 were read before; the peer "unread" is
+                            this project with a prompt of which nothing was
     8b                      the 8B shape of Llama 3.1 in bfloat16; for accelerators
 """
 
@@ -25,18 +27,19 @@ from scalejax import nn
 from scalejax.bench import machine, peers, training_step
 from scalejax.bench.harness import Contest, OutputsDiffer, Unsuited, best_seconds, repeated
 from scalejax.inference.generate import Engine
-from scalejax.inference.loop import make_loop
+from scalejax.inference.loop import Scheduler, make_loop
 from scalejax.inference.requests import Request
 from scalejax.models.llm.llama3 import SIZES, Llama, LlamaConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.train.state import ModelShape
 
 _BATCHES = {"tiny": 1, "tiny-8": 8, "tiny-32": 32, "8b": 1}
-CASES = ("tiny", "tiny-8", "tiny-32", "requests", "8b")
-PEERS = ("transformers", "static")
+CASES = ("tiny", "tiny-8", "tiny-32", "requests", "prefix", "8b")
+PEERS = ("transformers", "static", "unread")
 
 PROMPT, TOKENS = 32, 64
 REQUESTS, SLOTS, MEAN = 64, 8, 48
+PREFIX = 512
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 """Prompts, and how many new tokens of each -> these."""
@@ -66,6 +69,11 @@ def prepare(case: str, against: str | None) -> Contest:
         raise Unsuited("--case 8b takes minutes on a CPU. Run it on an accelerator, or choose tiny.")
     if against == "static" and case != "requests":
         raise Unsuited(f"--against static: {case} is a batch. Compare it with transformers, or time requests.")
+    if (case == "prefix") != (against == "unread") and against is not None:
+        raise Unsuited(f"--against {against}: --case prefix has the peer unread, and no other has it.")
+    if case == "prefix":
+        contest = _prefix(device)
+        return dataclasses.replace(contest, peer=contest.peer if against else None)
     if against == "transformers":
         training_step.check_peer_device(device)
     config = dataclasses.replace(SIZES["3.1-8b"], max_positions=8192) if case == "8b" else TINY
@@ -116,6 +124,42 @@ def prepare(case: str, against: str | None) -> Contest:
                 raise OutputsDiffer(f"token {at + 1} of text {row + 1} differs: {mine[at]} here, {other[at]} there")
 
     return dataclasses.replace(contest, peer=repeated(theirs), check=check)
+
+
+def _prefix(device: Any) -> Contest:
+    """A prompt whose beginning was read before, against one whose beginning was not."""
+    engine = _engine(dataclasses.replace(TINY, max_positions=1024), device, jnp.float32)
+    loop, draw = make_loop(engine, slots=1, kv_tokens=8192), np.random.default_rng(0)
+
+    def drawn(count: int) -> tuple[int, ...]:
+        return tuple(draw.integers(0, TINY.vocabulary or 0, count).tolist())
+
+    def first_token(loop: Scheduler, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        loop.submit(Request(prompt=prompt, max_tokens=1))
+        found: tuple[int, ...] = ()
+        while loop.busy:
+            for chunk in loop.step():
+                found += chunk.tokens
+        return found
+
+    prefix = drawn(PREFIX)
+
+    def check() -> None:
+        prompt = prefix + drawn(PROMPT)
+        first_token(loop, prompt)
+        before = loop.stats
+        mine, other = first_token(loop, prompt), first_token(make_loop(engine, slots=1, kv_tokens=1024), prompt)
+        if mine != other or loop.stats.prefix_hits - before.prefix_hits < PREFIX:
+            raise OutputsDiffer(f"{mine} after a prompt that was read before, {other} after one that was not")
+
+    check()  # the prefix is read now
+    return Contest(
+        repeated(lambda: first_token(loop, prefix + drawn(PROMPT))),
+        peer=repeated(lambda: first_token(loop, drawn(PREFIX + PROMPT))),
+        check=check,
+        examples=1,
+        device=machine.device_name(device),
+    )
 
 
 def _in_slots(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
