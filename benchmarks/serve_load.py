@@ -1,15 +1,15 @@
 """Many streaming clients on one server over loopback: failures, memory that grows, refusals, compilations.
 
     python benchmarks/serve_load.py FOLDER                            # 200 clients, two minutes; then a small queue
-    python benchmarks/serve_load.py FOLDER --clients 200 --seconds 120 --json load.json -- --slots 16
+    python benchmarks/serve_load.py FOLDER --markdown benchmarks/results/serve_load.md --json load.json -- --slots 16
 
 Two servers are started, one after the other, with `scalejax serve FOLDER` and what stands behind `--`. On the first
 every client asks again and again for a stream of 4 to 64 tokens, with prompts of one of many lengths and several kinds
 of sampling; resident memory is read each second, and what counts is how it grows in the second half. The second has a
 queue of --max-queue requests: most are refused with 429, and what was taken must finish.
 
-Exits with 1 if a request failed, memory grew by more than 5 % in the second half, a program was compiled after the
-first second, or the small queue refused nothing.
+Exits with 1 if a request failed or was not finished, memory grew by more than 5 % in the second half, a program was
+compiled after the warm-up, or the small queue refused nothing.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import pathlib
-import platform
 import random
 import shlex
 import signal
@@ -32,6 +31,10 @@ from collections.abc import Iterator, Sequence
 import httpx2 as httpx
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scalejax.bench import machine
+
 GROWTH = 0.05
 WORDS = ("def", "return", "import", "class", "for", "in", "x", "self", "(", ")", ":", "=")
 
@@ -63,9 +66,9 @@ def resident_bytes(pid: int) -> int:
 
 
 async def metric(session: httpx.AsyncClient, address: str, name: str) -> float:
-    """One number of /metrics."""
+    """One of /metrics, the sum over its labels."""
     text = (await session.get(f"{address}/metrics")).text
-    return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"scalejax:{name}{{"))
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"scalejax:{name}{{"))
 
 
 async def client(
@@ -88,6 +91,7 @@ async def client(
         begin, first, last = time.monotonic(), None, ""
         try:
             async with session.stream("POST", f"{address}/v1/completions", json=asked) as response:
+                counts["accepted"] += response.status_code == 200
                 if response.status_code == 429:
                     counts["refused"] += 1
                     await response.aread()
@@ -117,19 +121,20 @@ async def load(child: subprocess.Popen[str], address: str, clients: int, seconds
         end = time.monotonic() + seconds
         begin_tokens = await metric(session, address, "generation_tokens_total")
         running = asyncio.gather(*(client(session, address, n, end, longest, counts) for n in range(clients)))
-        await asyncio.sleep(1)
-        compiled = await metric(session, address, "compilations_total")
         while time.monotonic() < end:
             memory.append(resident_bytes(child.pid))
             await asyncio.sleep(1)
         ttft = sorted(itertools.chain(*await running))
-        compiled = await metric(session, address, "compilations_total") - compiled
+        compiled = await metric(session, address, "compilations_total")
+        ended = await metric(session, address, "request_success_total")
         tokens = await metric(session, address, "generation_tokens_total") - begin_tokens
     half = memory[len(memory) // 2 :]
     return {
         "clients": clients,
         "seconds": seconds,
+        "accepted": counts.pop("accepted", 0),
         "finished": counts.pop("finished", 0),
+        "ended_by_the_server": int(ended),
         "refused": counts.pop("refused", 0),
         "failures": dict(+counts),
         "tokens_per_s": tokens / seconds,
@@ -153,6 +158,8 @@ def main() -> None:
     parser.add_argument("--overload-seconds", type=float, default=20)
     parser.add_argument("--server", default=f"{sys.executable} -m scalejax serve", metavar="COMMAND")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE")
+    parser.add_argument("--note", default="", help="a clause about the model or the machine")
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)
     arguments, more = parser.parse_args(given[:cut]), given[cut + 1 :]
@@ -164,14 +171,35 @@ def main() -> None:
     ):
         with server([*base, "--max-queue", str(queue)]) as (child, address):
             found[name] = asyncio.run(load(child, address, arguments.clients, seconds))
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, {time.strftime('%Y-%m-%d')}\n")
-    print(f"| | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
+    lines = [
+        "# serve_load",
+        "",
+        f"{arguments.clients} streaming clients on one `scalejax serve` for {arguments.seconds:g} s, on the same",
+        f"machine, then as many on one whose queue has {arguments.max_queue} places. Each asks again as soon as it has",
+        "an answer, or within a tenth of a second after a refusal (429).",
+        "",
+        f"`python benchmarks/serve_load.py {shlex.join(['FOLDER', *given[1:]])}`",
+        "",
+        f"{machine.device_name(None)}, {machine.today()}, commit {machine.commit()}"
+        + (f"; {arguments.note}." if arguments.note else "."),
+        "",
+        f"| | {' | '.join(found)} |",
+        f"|---|{'---|' * len(found)}",
+    ]
     for row in found["load"]:
         cells = [value[row] for value in found.values()]
-        print(f"| {row} | {' | '.join(f'{c:.4g}' if isinstance(c, float) else str(c) for c in cells)} |")
+        lines.append(f"| {row} | {' | '.join(f'{c:.4g}' if isinstance(c, float) else str(c) for c in cells)} |")
+    print("\n".join(lines))
+    if arguments.markdown is not None:
+        arguments.markdown.write_text("\n".join([*lines, ""]))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     wrong = [name for name, each in found.items() if each["failures"] or each["compilations"]]
+    wrong += [
+        f"{name}: not all finished"
+        for name, each in found.items()
+        if not each["accepted"] == each["finished"] == each["ended_by_the_server"]
+    ]
     wrong += ["memory grows"] if found["load"]["rss_growth_second_half"] > GROWTH else []
     wrong += ["nothing was refused"] if not found["small queue"]["refused"] else []
     wrong += ["the large queue refused"] if found["load"]["refused"] else []

@@ -8,6 +8,7 @@ what arrives while a batch is scored is the next one.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -111,15 +112,12 @@ class Scorer:
 
     def step(self) -> list[ScoreResult]:
         """Scores a batch of those that wait."""
-        taken: dict[int, ScoreRequest] = {}
-        for number, rows in self._waiting.items():
-            if self.bucket([*taken.values(), rows]) > self.most:
-                break
-            taken[number] = rows
+        needed = itertools.accumulate(map(self._room, self._waiting.values()))
+        fit = itertools.takewhile(lambda room: _bucket(room) <= self.most, needed)
+        taken = [number for number, _ in zip(self._waiting, fit, strict=False)]
         if not taken:
             return []
-        self._waiting = {n: rows for n, rows in self._waiting.items() if n not in taken}
-        parts = list(taken.values())
+        parts = [self._waiting.pop(number) for number in taken]
         found = self.model.run(self.filled(parts, self.bucket(parts)))
         ends = np.cumsum([rows.size for rows in parts]).tolist()
         self._rows, self._batches = self._rows + ends[-1], self._batches + 1
@@ -147,9 +145,11 @@ class Scorer:
 
     def bucket(self, parts: Sequence[ScoreRequest]) -> int:
         """The smallest that holds these rows; one that is not there if none does."""
-        ids = [sum(part.inputs[f"ids/{name}"].size for part in parts) for name in self._lists]
-        needed = max(sum(part.size for part in parts), *(-(-count // IDS_PER_ROW) for count in ids), 1)
-        return 1 << (needed - 1).bit_length()
+        return _bucket(np.sum([self._room(part) for part in parts], axis=0))
+
+    def _room(self, part: ScoreRequest) -> np.ndarray:
+        """What a request takes of a batch: rows, and by each feature with lists, in rows."""
+        return np.array([part.size, *(part.inputs[f"ids/{name}"].size / IDS_PER_ROW for name in self._lists)])
 
     def filled(self, parts: Sequence[ScoreRequest], bucket: int) -> dict[str, np.ndarray]:
         """Inputs of the program: rows of all, and as many more as the bucket wants."""
@@ -163,6 +163,10 @@ class Scorer:
                 array[:count] = np.concatenate(given)
             found[name] = array
         return found
+
+
+def _bucket(room: np.ndarray) -> int:
+    return 1 << (math.ceil(room.max()) - 1).bit_length()
 
 
 class ScoreServer(Service):
@@ -201,11 +205,12 @@ class ScoreJob(Job):
 
     def __init__(self, server: ScoreServer, rows: ScoreRequest, came: Came, labels: Sequence[str]) -> None:
         super().__init__(server, [rows], came, param="rows")
-        self._labels, self._scores = labels, None
+        self._labels = labels
+        self._scores: ScoreResult | None = None
 
     def _add(self, place: int, chunk: ScoreResult) -> None:
         del place
-        self._scores: ScoreResult | None = chunk
+        self._scores = chunk
         self._service.metrics.ended(chunk.ended)
         if chunk.ended == "error":
             self.fail(broken(chunk.message))
