@@ -50,7 +50,8 @@ def measure(folder: pathlib.Path, text: pathlib.Path, rows: int) -> dict[str, fl
     assert model.tokenizer is not None
     tokenizer, length = model.tokenizer.build(), engine.config.max_positions
 
-    ids = np.concatenate([tokenizer.encode(block.text) for block in sources.read_documents(text, "text")])
+    (file,) = sources.find_texts(str(text), sources.SUFFIXES)
+    ids = np.concatenate([tokenizer.encode(block.text) for block in sources.read_documents(file, "text")])
     held = ids[-int(len(ids) * HELD_OUT) :]
     held = held[: len(held) // length * length].reshape(-1, length).astype(np.int32)[:rows]
     found = {"tokens": held.size - len(held), "whole": compare.score(engine, held).loss}
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description="Held-out loss by the format of keys and values.")
     parser.add_argument("--run", type=pathlib.Path, help="trained before, as described above")
-    parser.add_argument("--rows", type=int, default=256, help="of 256 tokens, at most")
+    parser.add_argument("--rows", type=int, default=1000, help="of 256 tokens, at most")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--markdown", type=pathlib.Path)
     options = parser.parse_args(argv)
