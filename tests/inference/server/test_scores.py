@@ -17,6 +17,7 @@ from scalejax.errors import UserError
 from scalejax.inference import reload
 from scalejax.inference.recommendation import export, lowering, precision
 from scalejax.inference.server.app import ServerSettings
+from scalejax.inference.server.protocol import ApiError
 from scalejax.inference.server.scores import IDS_PER_ROW, Scorer, ScoreServer
 
 MOST = 8
@@ -322,6 +323,23 @@ def test_a_key_and_the_end(serve):
     client.server.draining = True
     check_error(client.get("/health"), 503)
     assert check_error(score(client, rows_of(1)), 503)["code"] == "draining"
+
+
+def test_what_runs_when_the_end_begins_is_finished_and_what_is_ended_has_an_error(serve, held):
+    client = serve()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(score, client, rows_of(1))
+        wait_for(lambda: held.batches)
+        client.server.draining = True
+        held.set()
+        assert first.result().status_code == 200
+        client.server.draining = False
+        held.clear()
+        second = pool.submit(score, client, rows_of(1))
+        wait_for(lambda: len(held.batches) == 2)
+        client.portal.call(client.server.end_all, ApiError("this server is ending.", status=503, code="draining"))
+        assert check_error(second.result(), 503)["code"] == "draining"
+        held.set()
 
 
 def test_scores_that_are_not_finite_end_their_request_alone(serve, held):
