@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalejax import nn
 from scalejax.errors import UserError
 from scalejax.inference import loop
 from scalejax.inference.generate import Engine
@@ -96,20 +97,17 @@ def score_cached(engine: Engine, rows: np.ndarray, kv_dtype: KvFormat, *, page: 
       UserError: its logits are not finite.
     """
     batch, each = min(len(rows), _CACHED_ROWS), -(-rows.shape[1] // page)
-    table = np.arange(batch * each, dtype=np.int32).reshape(batch, each)
-    slots, first = np.arange(batch, dtype=np.int32), np.zeros(batch, np.int32)
+    table = jnp.arange(batch * each, dtype=jnp.int32).reshape(batch, each)
+    slots, last = np.arange(batch, dtype=np.int32), jnp.zeros(batch, jnp.int32)
     total = np.zeros(())
     for start in range(0, len(rows), batch):
         tokens, weights = _filled_up(rows[start : start + batch], batch)
-        steps = loop.make_loop(
-            engine, slots=batch, kv_tokens=batch * each * page, page=page, kv_dtype=kv_dtype
-        ).steps  # fmt: skip
-        losses = []
+        made = loop.make_loop(engine, slots=batch, kv_tokens=batch * each * page, page=page, kv_dtype=kv_dtype)
+        state, losses = made.steps.state, []
         for at in range(rows.shape[1] - 1):
-            positions = np.full((batch, 1), at, np.int32)
-            places = positions % page
-            steps.read(tokens[:, at : at + 1], positions, table, first, places, slots, "pass_kv")
-            losses.append(_next_loss(steps.state.logits, tokens[:, at + 1], weights))
+            reading = nn.Reading(jnp.full((batch, 1), at, jnp.int32), table, last)
+            state = engine.programs.read(engine.params, tokens[:, at : at + 1], reading, slots, state)
+            losses.append(_next_loss(state.logits, tokens[:, at + 1], weights))
         total += np.sum(jax.device_get(losses), dtype=np.float64)
     return Score(tokens=_predicted(rows), loss=float(_checked(total)) / _predicted(rows))
 
