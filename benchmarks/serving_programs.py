@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # chips are described, not looked
 
 import dataclasses
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -78,7 +79,8 @@ def rows(model: str, machine: str, mesh_text: str, tokens: int) -> Iterator[Row]
             with run.no_compile_cache():
                 compiled = lowered().compile()
         except jax.errors.JaxRuntimeError as error:
-            says = next((line for line in str(error).splitlines() if "xceeded" in line or "memory" in line), str(error))
+            wanted = re.search(r"\(([0-9.]+)G\) exceeds available HBM \(([0-9.]+)G\)", str(error))
+            says = f"does not fit: {wanted[1]} GiB of {wanted[2]}" if wanted else str(error).splitlines()[0]
         else:
             memory = compiled.memory_analysis()
             beside = memory.temp_size_in_bytes if memory else None
@@ -87,20 +89,18 @@ def rows(model: str, machine: str, mesh_text: str, tokens: int) -> Iterator[Row]
             sent = "; ".join(f"{c.kind} {units.size(c.minimum_bytes)}" for c in along if c.minimum_bytes > 2**20)
         yield Row(
             model, f"{machine}, {mesh_text.removeprefix('fsdp=1,')}", tokens, name, engine.held_bytes, engine.kv_bytes,
-            beside, sent, time.monotonic() - begin, says[:160],
+            beside, sent, time.monotonic() - begin, says,
         )  # fmt: skip
 
 
 def main() -> int:
     sampling.nucleus = lambda logits, top_p, top_k: logits
     print("# Programs of an engine, compiled for TPUs\n")
+    print(f"`python benchmarks/serving_programs.py`, jax {jax.__version__}. Nothing ran. Bytes of a chip; what is sent")
     print(
-        f"`python benchmarks/serving_programs.py`, jax {jax.__version__}. Nothing ran. Bytes of a chip; what is sent along"
+        "along `context` in one program, above 1 MiB; seconds of the compiler on two shared cores. Decoding is compiled"
     )
-    print(
-        "`context` in one program, above 1 MiB; seconds of the compiler on two shared cores. Decoding is compiled without"
-    )
-    print("the sort of a vocabulary that top_p and top_k need.\n")
+    print("without the sort of a vocabulary that top_p and top_k need.\n")
     columns = (
         "model",
         "machine",

@@ -94,7 +94,8 @@ class AbstractEngine:
         vocabulary = self.engine.config.vocabulary or 0
         programs = self.engine.programs
         dtype, sharding = nn.wide(programs.compute_dtype), programs.logits_sharding(slots)
-        return DecodingState(self.cache, _leaf((slots, vocabulary), dtype, sharding))
+        logits: Any = _leaf((slots, vocabulary), dtype, sharding)
+        return DecodingState(self.cache, logits)
 
     def _table(self, rows: int) -> Any:
         each = self.engine.programs.groups * self.engine.programs.ranks

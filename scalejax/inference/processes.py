@@ -5,6 +5,7 @@ arrays as they are in memory, and nothing that is run or unpickled. All processe
 collectives meet. Whoever ends is noticed by `train.peers`, which ends the others.
 """
 
+import contextlib
 import json
 import math
 import secrets
@@ -49,7 +50,8 @@ class Followers:
     def end(self) -> None:
         """Lets them end with status 0."""
         for connection in self._connections:
-            connection.sendall(encoded(_END, ()))
+            with contextlib.suppress(OSError):  # one that is gone already
+                connection.sendall(encoded(_END, ()))
             connection.close()
 
 

@@ -1,8 +1,10 @@
 """`scalejax serve`: a language model behind HTTP, with OpenAI's protocol, or an exported click model."""
 
+import contextlib
 import functools
 import importlib.util
 import pathlib
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, cast
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from scalejax.inference.server.app import ServerSettings, Service
     from scalejax.nn.pages import KvFormat
 
+_PEER_TIMEOUT_S = 8  # of silence, after which another process counts as gone
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
@@ -88,6 +91,9 @@ def serve(
     step: Step = None,
     recipe: options.RecipeFile = None,
     cpu_devices: options.CpuDevices = None,
+    coordinator: options.Coordinator = None,
+    processes: options.Processes = None,
+    process_id: options.ProcessId = None,
 ) -> None:
     """Serve a language model (OpenAI's protocol) or a click model over HTTP.
 
@@ -112,6 +118,7 @@ def serve(
     exported = (folder / "signature.json").is_file()
     if exported:
         none = {"--kv-tokens": kv_tokens, "--dtype": dtype, "--mesh": mesh, "--step": step, "--recipe": recipe}
+        none |= {"--coordinator": coordinator, "--processes": processes, "--process-id": process_id}
         for option, value in none.items():
             if value is not None:
                 raise UserError(f"{option} {value}: {folder} is an exported model, which has none. Leave it out.")
@@ -131,23 +138,39 @@ def serve(
             print(f"Warning: whoever reaches {host} can use this server. Give --api-key.", file=sys.stderr)
         print(f"Serving {settings.name} at {address}/v1; Ctrl-C ends it.", flush=True)
 
-    with serving.bind(host, port) as bound:  # before the model is loaded: a port that is taken is said at once
-        if exported:
+    if exported:
+        with serving.bind(host, port) as bound:  # before the model is loaded: a port that is taken is said at once
             make = _score_server(folder, settings, slots or 256)
-        else:
-            from scalejax.inference import text
-            from scalejax.inference.server.app import Server
-            from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
+            status = serving.run(make, bound=bound, drain_seconds=drain_seconds, ready=ready)
+        raise typer.Exit(status)
 
-            made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
-            model = folders.open_model(folder, recipe=recipe, step=step)
-            writer = folders.load(text.open_writer, model, made, dtype=dtype, weights=weights)
-            from scalejax.inference.loop import make_loop
+    from scalejax.inference import text
+    from scalejax.inference.loop import make_loop
+    from scalejax.inference.processes import call_others, called, follow
+    from scalejax.inference.server.app import Server
+    from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
+    from scalejax.train import distributed, peers
 
-            loop = make_loop(writer.engine, slots=settings.slots, kv_tokens=kv_tokens, page=page, kv_dtype=kept)
-            print("Compiling what steps of every size need ...", file=sys.stderr, flush=True)
-            loop.warm_up()
-            make = functools.partial(Server, writer, loop, settings)
+    peers.job.loses = "What was being answered is lost."
+    distributed.initialize(coordinator, processes, process_id, peer_timeout_s=_PEER_TIMEOUT_S)
+    with contextlib.ExitStack() as ending:
+        bound = ending.enter_context(serving.bind(host, port)) if distributed.is_primary() else None
+        made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
+        model = folders.open_model(folder, recipe=recipe, step=step)
+        writer = folders.load(text.open_writer, model, made, dtype=dtype, weights=weights)
+        loop = make_loop(writer.engine, slots=settings.slots, kv_tokens=kv_tokens, page=page, kv_dtype=kept)
+        if bound is None:
+            # Process 0 lets what runs finish, and then says that this is all.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            follow(loop.steps, called())
+            raise typer.Exit(0)
+        if peers.job.count > 1:
+            followers = loop.steps.others = call_others()
+            ending.callback(followers.end)
+        print("Compiling what steps of every size need ...", file=sys.stderr, flush=True)
+        loop.warm_up()
+        make = functools.partial(Server, writer, loop, settings)
         status = serving.run(make, bound=bound, drain_seconds=drain_seconds, ready=ready)
     raise typer.Exit(status)
 
