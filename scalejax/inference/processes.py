@@ -105,7 +105,7 @@ def follow(steps: Steps, connection: socket.socket) -> None:
     """
     while True:
         try:
-            name, arguments = _received(connection)
+            name, arguments = received(connection)
         except OSError as error:
             peers.job.hold()
             raise TemporaryFailure(f"process 0 is gone ({error.strerror or error}).") from error
@@ -128,7 +128,13 @@ def encoded(name: str, arguments: tuple[Any, ...]) -> bytes:
     return b"".join((_HEADER.pack(len(header)), header, *arrays))
 
 
-def _received(connection: socket.socket) -> tuple[str, list[Any]]:
+def received(connection: socket.socket) -> tuple[str, list[Any]]:
+    """The next message: a name and its arguments.
+
+    Raises:
+      OSError: the connection ended.
+      ValueError: an array is of a type that no operation takes.
+    """
     (length,) = _HEADER.unpack(_exactly(connection, _HEADER.size))
     name, described = json.loads(bytes(_exactly(connection, length)))
     found = []
