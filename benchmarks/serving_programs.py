@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 import jax
 
 from scalejax import units
+from scalejax.bench import machine
 from scalejax.inference import sampling
 from scalejax.inference.ahead_of_time import AbstractEngine
 from scalejax.models.llm import llama3
@@ -96,11 +97,9 @@ def rows(model: str, machine: str, mesh_text: str, tokens: int) -> Iterator[Row]
 def main() -> int:
     sampling.nucleus = lambda logits, top_p, top_k: logits
     print("# Programs of an engine, compiled for TPUs\n")
-    print(f"`python benchmarks/serving_programs.py`, jax {jax.__version__}. Nothing ran. Bytes of a chip; what is sent")
-    print(
-        "along `context` in one program, above 1 MiB; seconds of the compiler on two shared cores. Decoding is compiled"
-    )
-    print("without the sort of a vocabulary that top_p and top_k need.\n")
+    print(f"`python benchmarks/serving_programs.py`, {machine.today()}, compiled on {machine.device_name(None)}, jax")
+    print(f"{jax.__version__}. Nothing ran. Bytes of a chip; what is sent along `context` in one program, above 1 MiB;")
+    print("seconds of the compiler. Decoding is compiled without the sort of a vocabulary that top_p and top_k need.\n")
     columns = (
         "model",
         "machine",

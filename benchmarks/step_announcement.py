@@ -42,9 +42,8 @@ def main() -> int:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             followers = processes.Followers([connection])
             print("# Announcing a step to another process\n")
-            print(
-                f"`python benchmarks/step_announcement.py`, {machine.device_name(None)}, {machine.today()}, {ROUNDS} rounds.\n"
-            )
+            device = machine.device_name(None)
+            print(f"`python benchmarks/step_announcement.py`, {device}, {machine.today()}, {ROUNDS} rounds.\n")
             print("| slots | units of each | bytes | median | 95 of 100 |")
             print("|---|---|---|---|---|")
             for slots, width in SIZES:
