@@ -66,6 +66,13 @@ def platform() -> str:
     return "gpu" if found in ("cuda", "rocm") else found
 
 
+def cores() -> int:
+    """Of one device of what is being compiled for: as in `device_kind`."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    found = getattr(jax.devices()[0], "num_cores", None) if described is None else described.num_cores
+    return found or 1
+
+
 def has_scaled_matmul(platform: str) -> bool:
     """Whether jax.nn.scaled_matmul has a rule for "cpu", "gpu" or "tpu": 0.10 for GPUs alone, 0.12 for all of them."""
     major, minor = (int(part) for part in jax.__version__.split(".")[:2])

@@ -6,6 +6,7 @@
     grouped_matmul    rows sorted by group, each times the matrix of its group, or through its gated MLP (experts)
     mx                arrays in packed blocks (MX, NVFP4 and their family): there, back and multiplied
     paged_attention   one new token a row attends to keys and values in pages
+    ring_attention    attention to the keys and values of several TPUs, which go round in one kernel
     sampled_spmm      sparse times dense for graphs, exact or over sampled edges
 
 Each loads on first use: `scalejax.kernels.flash_attention.flash_attention(q, k, v)`. One folder per operation: `api.py`
@@ -17,7 +18,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _KERNELS = (
-    "block_quant", "embedding_bag", "flash_attention", "grouped_matmul", "mx", "paged_attention", "sampled_spmm",
+    "block_quant", "embedding_bag", "flash_attention", "grouped_matmul", "mx", "paged_attention", "ring_attention",
+    "sampled_spmm",
 )  # fmt: skip
 
 __all__ = [*_KERNELS]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from scalejax.kernels import grouped_matmul as grouped_matmul
     from scalejax.kernels import mx as mx
     from scalejax.kernels import paged_attention as paged_attention
+    from scalejax.kernels import ring_attention as ring_attention
     from scalejax.kernels import sampled_spmm as sampled_spmm
 
 

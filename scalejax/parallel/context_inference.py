@@ -19,7 +19,7 @@ the dtype of q, as in training. `context_choice` says which of the two is faster
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.kernels.flash_attention import flash_attention
 from scalejax.kernels.flash_attention.api import Implementation
+from scalejax.kernels.ring_attention import ring_attention
+from scalejax.kernels.ring_attention.api import suits
 from scalejax.parallel.attention import shard_attention
 from scalejax.parallel.context import Move, context_attention, go_round, merge, pass_on
 from scalejax.parallel.mesh import BATCH_AXES
@@ -46,6 +48,10 @@ NO_QUERY = -1
 
 NO_KEY = np.iinfo(np.int32).max
 """The position of a place without a key, which causality hides from every query."""
+
+Ring = Literal["kernel", "permutes"]
+"""How pass-KV goes round: in one kernel of a TPU, which sends and attends (`kernels.ring_attention`), or by transfers
+of XLA between calls of `flash_attention`."""
 
 KeysOf = Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 """Index of a device, int32[] -> (k, v, key_positions) that this device holds for the rows of that device's queries."""
@@ -66,11 +72,13 @@ def pass_kv(
     window: int | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
+    ring: Ring | None = None,
     interpret: "Interpret" = False,
 ) -> "Float[Array, 'batch queries heads head_dim']":
     """Causal attention of the queries of this device to the keys of all devices: keys and values go round.
 
-    For use inside a shard_map with check_vma=False in which `axis` is manual; `sharded_pass_kv` makes one.
+    For use inside a shard_map with check_vma=False in which `axis` is manual; `sharded_pass_kv` makes one. Forward only
+    where the ring is a kernel.
 
     Args:
       q: float[B, s, H, D], the new queries of this device; s is the same on all.
@@ -81,15 +89,29 @@ def pass_kv(
       axis: The mesh axis over which tokens are spread.
       window: As in `flash_attention`; so are scale, implementation and interpret.
       scale: See window.
-      implementation: See window.
+      implementation: See window; where it is given the ring is "permutes".
+      ring: See `Ring`; None picks the kernel where it suits (`kernels.ring_attention.api.suits`). A name never falls
+        back.
       interpret: See window.
 
     Returns:
       [B, s, H, D] in the dtype of q; 0 where a query sees nothing.
 
     Raises:
-      ValueError: what `flash_attention` refuses.
+      ValueError: what `flash_attention` refuses, or an implementation of it for a ring that is a kernel.
+      UnsupportedError: the ring "kernel" does not have the case.
     """
+    check_one_of("pass_kv: ring", ring, (None, *get_args(Ring)))
+    if ring == "kernel" and implementation is not None:
+        raise ValueError(
+            f'pass_kv: implementation must be None for ring="kernel", which attends by itself; got {implementation!r}. '
+            "Drop one of them."
+        )
+    if ring is None:
+        ring = "kernel" if implementation is None and suits(q, k, v, axis=axis) else "permutes"
+    if ring == "kernel":
+        positions = {"query_positions": query_positions, "key_positions": key_positions}
+        return ring_attention(q, k, v, **positions, axis=axis, window=window, scale=scale, interpret=interpret)[0]
     return context_attention(
         q,
         k,
@@ -221,6 +243,7 @@ def sharded_pass_kv(
     window: int | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
+    ring: Ring | None = None,
 ) -> "Float[Array, 'batch queries heads head_dim']":
     """`pass_kv` on whole arrays under jit and a mesh: tokens over `context`, rows over the batch axes, heads over
     `tensor`.
@@ -237,11 +260,12 @@ def sharded_pass_kv(
       window: As in `flash_attention`; so are scale and implementation.
       scale: See window.
       implementation: See window.
+      ring: As in `pass_kv`.
 
     Returns:
       [B, S, H, D] in the dtype of q.
     """
-    attend = functools.partial(pass_kv, window=window, scale=scale, implementation=implementation)
+    attend = functools.partial(pass_kv, window=window, scale=scale, implementation=implementation, ring=ring)
     return _prefill(attend, q, k, v, query_positions, key_positions)
 
 

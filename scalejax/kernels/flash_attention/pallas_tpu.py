@@ -21,8 +21,9 @@ Compiled for every chip and interpreted in the tests; it has not run on a TPU.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from scalejax.kernels.flash_attention.visibility import HIDDEN, PARTLY, WHOLE, B
 from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.types import Kernel, Number, Ref, Shapes
 
-_LANES = 128
+LANES = 128
 _MOST_BLOCKS = 2**14
 """Of queries or keys in a row: a pair is one number of 14 + 14 + 2 bits."""
 _MOST_PAIRS = 2**17
@@ -49,7 +50,7 @@ def lacks(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *, d
         return f"computes in float32 and bfloat16; got {q.dtype}."
     if q.shape[3] > 512:
         return f"holds heads of at most 512 values in vector memory; got {q.shape[3]}."
-    plan = _Plan(q, k, visibility)
+    plan = Plan(q, k, visibility)
     most = max(plan.most_pairs.values())
     rows = 1 if visibility.is_same_for_all_rows else q.shape[0]
     if max(plan.query_blocks, plan.key_blocks) > _MOST_BLOCKS or rows * most > _MOST_PAIRS:
@@ -64,44 +65,31 @@ def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, scale: float, *, interpret: Interpret = False
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, S, H, D] in the dtype of q, lse float32[B, H, S]; arguments as in `api.flash_attention`."""
-    plan = _Plan(q, k, visibility)
+    plan = Plan(q, k, visibility)
     batch, _, heads, width = q.shape
     share = heads // k.shape[2]
     queries, keys = plan.query_block, plan.key_block
 
     def kernel(*refs: Ref) -> None:
-        pairs, starts, masks, (q, k, v, out, lse, highest, total, acc) = plan.split(refs)
-        pair = _Pair.read(pairs, starts, plan, by="query")
+        pairs, starts, masks, (q, k, v, out, lse, *scratch) = plan.split(refs)
+        pair = Pair.read(pairs, starts, plan, by="query")
+        sums = Sums(*scratch)
 
         @pl.when(pair.is_first)
         def _() -> None:
-            highest[...] = jnp.full(highest.shape, -jnp.inf, jnp.float32)
-            total[...] = jnp.zeros(total.shape, jnp.float32)
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            sums.clear()
 
         @pair.each_kind
         def _(is_whole: bool) -> None:
-            scores = _dot(q[0, 0], k[0, 0], (1, 1)) * scale
+            scores = dot(q[0, 0], k[0, 0], (1, 1)) * scale
             if not is_whole:
                 scores = jnp.where(plan.visible(pair, masks, keys_first=False), scores, -jnp.inf)
-            before = highest[:, :1]
-            after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-            # A query that has seen no key yet would have -inf - -inf, which is NaN, where its weights are 0.
-            shift = jnp.where(after == -jnp.inf, 0.0, after)
-            weights = jnp.exp(scores - shift)
-            decay = jnp.exp(before - shift)
-            highest[...] = jnp.broadcast_to(after, highest.shape)
-            added = total[:, :1] * decay + weights.sum(axis=1, keepdims=True)
-            total[...] = jnp.broadcast_to(added, total.shape)
-            acc[...] = acc[...] * decay + _dot(weights.astype(v.dtype), v[0, 0], (1, 0))
+            sums.add(scores, v[0, 0])
 
         @pl.when(pair.is_last)
         def _() -> None:
-            sees_any = total[...] > 0
-            divisor = jnp.where(sees_any, total[...], 1.0)
-            out[0, 0] = (acc[...] / divisor[:, :1]).astype(out.dtype)
-            logarithm = jnp.where(sees_any, highest[...] + jnp.log(divisor), -jnp.inf)
-            lse[0, 0] = logarithm.T[:1]
+            mixed, lse[0, 0] = sums.result()
+            out[0, 0] = mixed.astype(out.dtype)
 
     by_query = plan.spec("query", (1, 1, queries, width), lambda b, h, i, j: (b, h, i, 0))
     by_key = plan.spec("query", (1, 1, keys, width), lambda b, h, i, j: (b, h // share, j, 0))
@@ -116,11 +104,7 @@ def forward(
             jax.ShapeDtypeStruct((batch, heads, 1, plan.padded_queries), jnp.float32),
         ],
         out_specs=[by_query, plan.spec("query", (1, 1, 1, queries), lambda b, h, i, j: (b, h, 0, i))],
-        scratch_shapes=[
-            pltpu.VMEM((queries, _LANES), jnp.float32),
-            pltpu.VMEM((queries, _LANES), jnp.float32),
-            pltpu.VMEM((queries, width), jnp.float32),
-        ],
+        scratch_shapes=Sums.shapes(queries, width),
         products=2,
         interpret=interpret,
         name="flash_attention_forward",
@@ -139,7 +123,7 @@ def backward(
     interpret: Interpret = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v; arguments as in `xla.backward`."""
-    plan = _Plan(q, k, visibility)
+    plan = Plan(q, k, visibility)
     operands = [
         plan.pad_queries(q),
         plan.pad_keys(k),
@@ -158,13 +142,13 @@ def backward(
     )
 
 
-def _query_gradient(plan: "_Plan", operands: list[jax.Array], scale: float, interpret: Interpret) -> jax.Array:
+def _query_gradient(plan: "Plan", operands: list[jax.Array], scale: float, interpret: Interpret) -> jax.Array:
     batch, heads, _, width = operands[0].shape
     share = heads // operands[1].shape[1]
 
     def kernel(*refs: Ref) -> None:
         pairs, starts, masks, (q, k, v, d_out, lse, correction, d_q, acc) = plan.split(refs)
-        pair = _Pair.read(pairs, starts, plan, by="query")
+        pair = Pair.read(pairs, starts, plan, by="query")
 
         @pl.when(pair.is_first)
         def _() -> None:
@@ -172,13 +156,13 @@ def _query_gradient(plan: "_Plan", operands: list[jax.Array], scale: float, inte
 
         @pair.each_kind
         def _(is_whole: bool) -> None:
-            scores = _dot(q[0, 0], k[0, 0], (1, 1)) * scale
+            scores = dot(q[0, 0], k[0, 0], (1, 1)) * scale
             if not is_whole:
                 scores = jnp.where(plan.visible(pair, masks, keys_first=False), scores, -jnp.inf)
             weights = jnp.exp(scores - _as_column(lse[0, 0]))
-            d_weights = _dot(d_out[0, 0], v[0, 0], (1, 1))
+            d_weights = dot(d_out[0, 0], v[0, 0], (1, 1))
             d_scores = weights * (d_weights - _as_column(correction[0, 0]))
-            acc[...] += _dot(d_scores.astype(k.dtype), k[0, 0], (1, 0))
+            acc[...] += dot(d_scores.astype(k.dtype), k[0, 0], (1, 0))
 
         @pl.when(pair.is_last)
         def _() -> None:
@@ -203,14 +187,14 @@ def _query_gradient(plan: "_Plan", operands: list[jax.Array], scale: float, inte
 
 
 def _key_gradients(
-    plan: "_Plan", operands: list[jax.Array], scale: float, interpret: Interpret
+    plan: "Plan", operands: list[jax.Array], scale: float, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
     batch, kv_heads, _, width = operands[1].shape
     share = operands[0].shape[1] // kv_heads
 
     def kernel(*refs: Ref) -> None:
         pairs, starts, masks, (q, k, v, d_out, lse, correction, d_k, d_v, k_sum, v_sum) = plan.split(refs)
-        pair = _Pair.read(pairs, starts, plan, by="key")
+        pair = Pair.read(pairs, starts, plan, by="key")
         head = pl.program_id(3)
 
         @pl.when(pair.is_first & (head == 0))
@@ -220,14 +204,14 @@ def _key_gradients(
 
         @pair.each_kind
         def _(is_whole: bool) -> None:
-            scores = _dot(k[0, 0], q[0, 0], (1, 1)) * scale  # keys x queries
+            scores = dot(k[0, 0], q[0, 0], (1, 1)) * scale  # keys x queries
             if not is_whole:
                 scores = jnp.where(plan.visible(pair, masks, keys_first=True), scores, -jnp.inf)
             weights = jnp.exp(scores - lse[0, 0])
-            v_sum[...] += _dot(weights.astype(d_out.dtype), d_out[0, 0], (1, 0))
-            d_weights = _dot(v[0, 0], d_out[0, 0], (1, 1))
+            v_sum[...] += dot(weights.astype(d_out.dtype), d_out[0, 0], (1, 0))
+            d_weights = dot(v[0, 0], d_out[0, 0], (1, 1))
             d_scores = weights * (d_weights - correction[0, 0])
-            k_sum[...] += _dot(d_scores.astype(q.dtype), q[0, 0], (1, 0))
+            k_sum[...] += dot(d_scores.astype(q.dtype), q[0, 0], (1, 0))
 
         @pl.when(pair.is_last & (head == share - 1))
         def _() -> None:
@@ -260,7 +244,59 @@ _BlockIndex = Callable[..., tuple[Number, ...]]
 """(row, head, block of queries, block of keys, inner...) -> the block of an operand."""
 
 
-class _Plan:
+class Sums(NamedTuple):
+    """What is known of a block of queries while blocks of keys pass.
+
+    Attributes:
+      highest: float32[queries, 128], the highest score of each query.
+      total: float32[queries, 128], the sum of its weights, e^(score - highest).
+      acc: float32[queries, D], values by these weights.
+    """
+
+    highest: Ref
+    total: Ref
+    acc: Ref
+
+    @staticmethod
+    def shapes(queries: int, width: int) -> list[pl.MemoryRef]:
+        """Of the scratch memory."""
+        return [pltpu.VMEM((queries, size), jnp.float32) for size in (LANES, LANES, width)]
+
+    def clear(self) -> None:
+        """No key has been seen."""
+        self.highest[...] = jnp.full(self.highest.shape, -jnp.inf, jnp.float32)
+        self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
+        self.acc[...] = jnp.zeros(self.acc.shape, jnp.float32)
+
+    def resume(self, out: jax.Array, lse: jax.Array) -> None:
+        """Other keys have been seen, with this result."""
+        highest = _as_column(lse)
+        self.highest[...] = jnp.broadcast_to(highest, self.highest.shape)
+        self.total[...] = jnp.broadcast_to(jnp.where(highest == -jnp.inf, 0.0, 1.0), self.total.shape)
+        self.acc[...] = out
+
+    def add(self, scores: jax.Array, v: jax.Array) -> None:
+        """Scores [queries, keys], -inf where hidden, of keys with these values."""
+        before = self.highest[:, :1]
+        after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+        # A query that has seen no key yet would have -inf - -inf, which is NaN, where its weights are 0.
+        shift = jnp.where(after == -jnp.inf, 0.0, after)
+        weights = jnp.exp(scores - shift)
+        decay = jnp.exp(before - shift)
+        self.highest[...] = jnp.broadcast_to(after, self.highest.shape)
+        added = self.total[:, :1] * decay + weights.sum(axis=1, keepdims=True)
+        self.total[...] = jnp.broadcast_to(added, self.total.shape)
+        self.acc[...] = self.acc[...] * decay + dot(weights.astype(v.dtype), v, (1, 0))
+
+    def result(self) -> tuple[jax.Array, jax.Array]:
+        """(out float32[queries, D], lse float32[1, queries])."""
+        sees_any = self.total[...] > 0
+        divisor = jnp.where(sees_any, self.total[...], 1.0)
+        lse = jnp.where(sees_any, self.highest[...] + jnp.log(divisor), -jnp.inf)
+        return self.acc[...] / divisor[:, :1], lse.T[:1]
+
+
+class Plan:
     """Blocks of a call, the pairs of them that a grid walks along, and what the three kernels share of their calls."""
 
     def __init__(self, q: jax.Array, k: jax.Array, visibility: Visibility):
@@ -269,7 +305,7 @@ class _Plan:
         self.queries, self.keys = q.shape[1], k.shape[1]
         # One block of all of them may have any size that the tiles allow; several are tiles of 128 lanes.
         self.query_block = _round_up(self.queries, 16) if self.queries <= sizes.queries else sizes.queries
-        self.key_block = min(_round_up(self.keys, _LANES), sizes.keys)
+        self.key_block = min(_round_up(self.keys, LANES), sizes.keys)
         self.query_blocks = pl.cdiv(self.queries, self.query_block)
         self.key_blocks = pl.cdiv(self.keys, self.key_block)
         self.padded_queries = self.query_blocks * self.query_block
@@ -308,7 +344,7 @@ class _Plan:
         def index(row: Number, head: Number, step: Number, *rest: "Ref") -> tuple[Number, ...]:
             *inner, pairs, _ = rest
             number = pairs[self.place(by, row, step)]
-            return place(row, head, number >> 16, (number >> 2) & (_MOST_BLOCKS - 1), *inner)
+            return place(row, head, query_block_of(number), key_block_of(number), *inner)
 
         return pl.BlockSpec(shape, index)
 
@@ -331,27 +367,35 @@ class _Plan:
         interpret: Interpret,
         name: str,
         inner: tuple[int, ...] = (),
+        in_place: dict[int, int] | None = None,
+        parameters: pltpu.CompilerParams | None = None,
     ) -> Any:
-        """The kernel over all pairs; its refs are what `split` takes apart."""
-        batch, heads = operands[0].shape[:2]
-        width = operands[0].shape[3]
+        """The kernel over all pairs; its refs are what `split` takes apart.
+
+        Where rows of the grid are more than those of the first operand, or the kernel writes to an operand, its caller
+        says so: `in_place` has the numbers of such operands and of the results that they are.
+        """
+        rows, width = grid[0], operands[0].shape[3]
         starts = jnp.broadcast_to(
             jnp.int32(self.visibility.start) + (0 if self.visibility.offset is None else self.visibility.offset),
-            (batch,),
+            (rows,),
         )
         masks, mask_specs = self._mask_operands(by)
-        scores = batch * heads * self.most_pairs[by] * self.query_block * self.key_block
+        steps = (*grid, self.most_pairs[by], *inner)
+        scores = math.prod(steps) * self.query_block * self.key_block
         return pl.pallas_call(
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
-                grid=(*grid, self.most_pairs[by], *inner),
+                grid=steps,
                 in_specs=[*mask_specs, *in_specs],
                 out_specs=out_specs,
                 scratch_shapes=scratch_shapes,
             ),
             out_shape=out_shape,
-            compiler_params=pltpu.CompilerParams(
+            input_output_aliases={2 + len(masks) + number: result for number, result in (in_place or {}).items()},
+            compiler_params=parameters
+            or pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel") + ("arbitrary",) * (1 + len(inner)),
                 vmem_limit_bytes=self.vmem_bytes,
             ),
@@ -396,7 +440,7 @@ class _Plan:
         ]
         return pairs, starts, masks, tuple(rest)
 
-    def visible(self, pair: "_Pair", masks: list[Ref | None], *, keys_first: bool) -> jax.Array:
+    def visible(self, pair: "Pair", masks: list[Ref | None], *, keys_first: bool) -> jax.Array:
         """bool of the scores of a pair, [queries, keys] or transposed."""
         shape = (self.key_block, self.query_block) if keys_first else (self.query_block, self.key_block)
         query_axis, key_axis = (1, 0) if keys_first else (0, 1)
@@ -436,24 +480,24 @@ class _Plan:
         return jnp.pad(x.astype(jnp.float32), pad, constant_values=fill)[:, :, None]
 
 
-class _Pair:
+class Pair:
     """The pair of blocks of a step of the grid."""
 
     def __init__(self, number: jax.Array, start: jax.Array, is_first: jax.Array, is_last: jax.Array):
         self.start = start
-        self.query_block = number >> 16
-        self.key_block = (number >> 2) & (_MOST_BLOCKS - 1)
-        self.sees = number & 3
+        self.query_block = query_block_of(number)
+        self.key_block = key_block_of(number)
+        self.sees = sees_of(number)
         self.is_first = is_first
         self.is_last = is_last
 
     @classmethod
-    def read(cls, pairs: Ref, starts: Ref, plan: _Plan, *, by: str) -> "_Pair":
+    def read(cls, pairs: Ref, starts: Ref, plan: Plan, *, by: str) -> "Pair":
         row, step, steps = pl.program_id(0), pl.program_id(2), plan.most_pairs[by]
 
         def block(step: Number) -> jax.Array:
             number = pairs[plan.place(by, row, step)]
-            return number >> 16 if by == "query" else (number >> 2) & (_MOST_BLOCKS - 1)
+            return query_block_of(number) if by == "query" else key_block_of(number)
 
         here = block(step)
         is_first = (step == 0) | (block(jnp.maximum(step - 1, 0)) != here)
@@ -466,7 +510,20 @@ class _Pair:
         pl.when(self.sees == PARTLY)(functools.partial(body, False))
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+def query_block_of(number: jax.Array) -> jax.Array:
+    """Of the number of a pair, see `Plan.pairs`; so are the others."""
+    return number >> 16
+
+
+def key_block_of(number: jax.Array) -> jax.Array:
+    return (number >> 2) & (_MOST_BLOCKS - 1)
+
+
+def sees_of(number: jax.Array) -> jax.Array:
+    return number & 3
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """A product summed in float32, of float32 operands as they are."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
