@@ -77,21 +77,19 @@ def along_context():
 
 
 RANKS, TOKENS, SLOTS = 4, 2048, 8
-KEYS = POSITIONS // RANKS * 8 * 128 * 2
-"""Bytes of all keys of a chip in a layer."""
 
 
 @pytest.mark.parametrize(
     ("program", "travelling"),
     [
-        ("pass_kv", {KEYS: 2, POSITIONS // RANKS * 4: 1}),
+        ("pass_kv", {}),  # a kernel sends keys and values
         ("pass_q", {TOKENS // RANKS * 32 * 128 * 2: 1, TOKENS // RANKS * 4: 1}),
         ("decode", {SLOTS // RANKS * 32 * 128 * 2: 1, SLOTS // RANKS * 4: 1}),
     ],
 )
 def test_along_context_transfers_are_those_of_the_method_and_keys_stay(along_context, program, travelling):
     """A layer sends each travelling array one time less than there are chips, beside what is computed; results of
-    queries come back at once. Positions, which are those of all layers, leave the loop over layers."""
+    queries come back at once. Their positions, which are those of all layers, leave the loop over layers."""
     programs, engine = along_context
     module = hlo.parse(programs[program].as_text())
     found = collectives.of_module(module, engine.engine.mesh)
@@ -102,6 +100,8 @@ def test_along_context_transfers_are_those_of_the_method_and_keys_stay(along_con
         elif c.kind == "all-to-all":
             assert program != "pass_kv"
             assert c.count == LAYERS
+        elif program == "pass_kv" and c.bytes // c.count == POSITIONS * 4:
+            assert c.kind == "all-gather"
         else:  # logits, ids, and new keys and values of a block
             assert c.bytes // c.count <= SLOTS * 8 * 128 * 2
     assert sent == {size: count * (RANKS - 1) for size, count in travelling.items()}
@@ -112,7 +112,8 @@ def test_along_context_transfers_are_those_of_the_method_and_keys_stay(along_con
         for i in computation.instructions
         if i.opcode == "collective-permute-done" and i.arrays[0].dtype == "bf16"
     ]
-    assert len(dones) == (RANKS - 1) * (2 if program == "pass_kv" else 1)
+    assert len(dones) == (RANKS - 1) * (program != "pass_kv")
+    assert ("%ring_attention" in programs[program].as_text()) == (program == "pass_kv")
     for computation, done in dones:
         order = [i.name for i in computation.instructions]
         between = computation.instructions[order.index(done.operands[0]) + 1 : order.index(done.name)]
