@@ -221,6 +221,50 @@ def _splash_segments(segments: _Segments) -> object:
     return None if queries is None or keys is None else splash.SegmentIds(queries, keys)
 
 
+def ragged_paged_attention(
+    q: jax.Array,
+    pages: jax.Array,
+    lengths: jax.Array,
+    table: jax.Array,
+    starts: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    pages_of_block: int,
+    queries_of_block: int,
+    vmem_bytes: int,
+) -> jax.Array:
+    """jax's own kernel for TPUs: queries of R rows, one behind the other, attend to pages.
+
+    Args:
+      q: float[N, H, D].
+      pages: [P, page, 2 K, D].
+      lengths: int32[R], keys of each row; its queries are the last of them.
+      table: int32[R, W], pages of each row.
+      starts: int32[R + 1], the first query of each row, and the end.
+      scale: Of scores.
+      window: Positions, or None.
+      pages_of_block: Pages that are read at a time.
+      queries_of_block: Queries that are held at a time.
+      vmem_bytes: Vector memory that the kernel may use.
+    """
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    return ragged_paged_attention(
+        q,
+        pages,
+        lengths,
+        table,
+        starts,
+        jnp.full(1, lengths.shape[0], jnp.int32),
+        sm_scale=scale,
+        sliding_window=window,
+        num_kv_pages_per_block=pages_of_block,
+        num_queries_per_block=queries_of_block,
+        vmem_limit_bytes=vmem_bytes,
+    )
+
+
 def cudnn_version() -> int | None:
     """Version of the cuDNN that jax has loaded, or None where it has none or no GPU is there."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from scalejax import compat
 from scalejax.kernels.flash_attention import flash_attention
 from scalejax.kernels.flash_attention.api import Implementation
-from scalejax.kernels.paged_attention import paged_attention
+from scalejax.kernels.paged_attention import paged_attention, ragged
 from scalejax.nn.linear import wide
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.context_choice import Passed
@@ -80,6 +80,8 @@ class Reading:
         tokens then lie in their order.
       seen: int32[R, N * W * page], positions of the places of each row; None before `admit`.
       passed: What goes round the devices along `context` where rows have several tokens.
+      in_order: Whether rows have all their tokens, and the new ones of each are consecutive and before what is none:
+        `admit` says so of readings of all layers.
     """
 
     positions: jax.Array
@@ -89,6 +91,7 @@ class Reading:
     places: jax.Array | None = None
     seen: jax.Array | None = None
     passed: Passed = dataclasses.field(default="pass_kv", metadata={"static": True})
+    in_order: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def whole(cls, shape: tuple[int, int], counts: jax.Array, page: int) -> Self:
@@ -281,7 +284,8 @@ class PagedCache:
         each = jnp.zeros(_ranks())
         given = (at, reading.positions, _places(reading, unit), reading.table, _first(reading), each)
         stored, seen = run(cache.positions, *given)
-        return dataclasses.replace(self, positions=stored), dataclasses.replace(reading, seen=seen)
+        reading = dataclasses.replace(reading, seen=seen, in_order=layer is None)
+        return dataclasses.replace(self, positions=stored), reading
 
     def extend(
         self,
@@ -346,6 +350,8 @@ class PagedCache:
             elif tokens == 1:
                 keys, values = cache._gathered(layer, table, q.dtype)
                 out = _one_each(q[:, 0], keys, values, positions[:, 0], seen, window)
+            elif reading.in_order and implementation is None and ranks == 1 and cache._suits_kernel(flat):
+                out = cache._read_in_place(layer, flat, own, window)
             else:
                 keys, values = (
                     x.swapaxes(2, 3).reshape(x.shape[0], -1, x.shape[2], width)
@@ -437,9 +443,8 @@ class PagedCache:
         Returns:
           What the keys here give, [R, H, D], and its log-sum-exp float32[R, H].
         """
-        layers, pages, page = *self.kv.shape[:2], self.positions.shape[2]
-        # All layers behind one another, so that none is cut out.
-        flat = self.kv.reshape(layers * pages, *self.kv.shape[2:])
+        pages, page = self.kv.shape[1], self.positions.shape[2]
+        flat = self._flat
         scales, of_values = None, None
         if self._scales_of_tokens is not None:
             scales = self._scales_of_tokens.reshape(flat.shape[:-1])
@@ -457,6 +462,23 @@ class PagedCache:
             window=window,
         )
         return out if of_values is None else (out * of_values).astype(q.dtype), lse
+
+    def _suits_kernel(self, q: jax.Array) -> bool:
+        """Whether `_read_in_place` is the choice for queries [R, S, H, D]."""
+        return self.scales is None and ragged.suits(q, self._flat)
+
+    def _read_in_place(self, layer: jax.Array, q: jax.Array, reading: Reading, window: int | None) -> jax.Array:
+        """On one device: attention of tokens in their order, q [R, S, H, D], to pages where they lie."""
+        assert reading.first is not None
+        table = reading.table + layer * self.kv.shape[1]
+        return ragged.attention(
+            q, self._flat, table, reading.positions, reading.first, window=window, scale=q.shape[3] ** -0.5
+        )
+
+    @property
+    def _flat(self) -> jax.Array:
+        """The pages of all layers behind one another, so that none is cut out."""
+        return self.kv.reshape(-1, *self.kv.shape[2:])
 
     def _decoded_around(self, layer: jax.Array, q: jax.Array, reading: Reading, window: int | None) -> jax.Array:
         """On one device along `context`: the same of the rows of this device, q [R / N, 1, H, D], whose queries go

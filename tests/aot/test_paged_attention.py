@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from aot import cuda_topology, test_flash_attention
 
-from scalejax.kernels.paged_attention import paged_attention
+from scalejax.kernels.paged_attention import paged_attention, ragged
 
 pytestmark = [
     pytest.mark.aot,
@@ -71,6 +71,33 @@ def check(mesh, implementation, form):
 @pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_a_tpu_compiles_it(chip, form):
     assert "tpu_custom_call" in check(test_flash_attention.tpus(chip, 1), "pallas_tpu", FORMS[form]).as_text()
+
+
+@pytest.mark.parametrize(
+    ("chip", "rows", "heads", "kv_heads", "page", "dtype"),
+    [
+        ("v6e:2x2", 1, 32, 8, 64, jnp.bfloat16),
+        ("v5e:2x2", 4, 4, 1, 64, jnp.bfloat16),
+        ("v6e:2x2", 2, 16, 8, 16, jnp.float32),
+        ("v6e:2x2", 1, 16, 16, 16, jnp.bfloat16),
+        ("v5p:2x2x1", 1, 128, 8, 128, jnp.bfloat16),
+    ],
+)
+def test_a_tpu_reads_pages_of_a_piece_where_they_lie(chip, rows, heads, kv_heads, page, dtype):
+    """No copy of the keys and values of the rows is made, beside one of the queries where there are several rows."""
+
+    def array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    q = array(rows, 512, heads, 128, dtype=dtype)
+    pages = array(PAGES, page, 2 * kv_heads, 128, dtype=dtype)
+    assert ragged.lacks(q, pages) is None
+    run = functools.partial(ragged.attention, window=4_096, scale=0.1)
+    shapes = (q, pages, array(rows, W), array(rows, 512), array(rows))
+    compiled = test_flash_attention.compile_whole(test_flash_attention.tpus(chip, 1), run, shapes)
+    assert "ragged_paged_attention" in compiled.as_text()
+    of_queries = 0 if rows == 1 else 2 * q.size * q.dtype.itemsize
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2**18 + of_queries
 
 
 @functools.cache

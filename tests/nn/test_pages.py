@@ -10,6 +10,7 @@ from paged_cases import Rows
 
 from scalejax import compat, nn
 from scalejax.kernels.flash_attention import flash_attention
+from scalejax.kernels.paged_attention import ragged
 from scalejax.nn.pages import EMPTY, KV_FORMATS
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
@@ -82,6 +83,36 @@ def test_tokens_first_gives_the_same(kept, monkeypatch):
     assert cache.kv.shape == (2, 15, 8, 2 * GROUPS, WIDTH)
     got, _ = read_in_pieces(cache, other, arrays, PIECES)
     jax.clear_caches()
+    for b in range(3):
+        np.testing.assert_allclose(got[b], want[b], atol=2e-6)
+
+
+def test_pieces_through_a_kernel_that_knows_no_positions_are_the_same(monkeypatch):
+    """What TPUs have: pages of all layers, those of a row in the order of its tokens, its queries the last of them."""
+    arrays, rows, other = projections(), Rows(3, 40, 8), Rows(3, 40, 8)
+    want, _ = read_in_pieces(empty(rows.pages), rows, arrays, PIECES)
+    calls = []
+
+    def definition(q, pages, lengths, table, starts, *, scale, window, **_):
+        calls.append(q.shape)
+        number = jnp.arange(q.shape[0], dtype=jnp.int32)
+        row = jnp.minimum(jnp.searchsorted(starts, number, side="right") - 1, lengths.shape[0] - 1)
+        place = lengths[row] - starts[row + 1] + number
+        found = pages[table[row]].reshape(q.shape[0], -1, *pages.shape[2:])
+        places = jnp.broadcast_to(jnp.arange(found.shape[1], dtype=jnp.int32)[None], found.shape[:2])
+        positions = {"query_positions": place[:, None], "key_positions": places}
+        out, _ = flash_attention(
+            q[:, None], found[:, :, 0::2], found[:, :, 1::2], **positions, window=window, scale=scale
+        )
+        return out[:, 0]
+
+    monkeypatch.setattr(compat, "platform", lambda: "other")
+    monkeypatch.setattr(compat, "ragged_paged_attention", definition)
+    monkeypatch.setattr(ragged, "suits", lambda *_: True)
+    jax.clear_caches()
+    got, _ = read_in_pieces(empty(other.pages), other, arrays, PIECES)
+    jax.clear_caches()
+    assert calls
     for b in range(3):
         np.testing.assert_allclose(got[b], want[b], atol=2e-6)
 
