@@ -54,8 +54,8 @@ def test_the_tpu_compiler_takes_it_and_keeps_one_cache(compiled, program):
     text = programs[program].as_text()
     assert ("%ragged_paged_attention" in text) == (program == "read")
     assert ("%paged_attention" in text) == (program == "decode")
-    # Pages are not gathered: keys and values of one layer alone would be half of the cache.
-    assert found.temp_size_in_bytes < cache_bytes / (2 if program == "decode" else 4)
+    # Pages are not gathered: keys and values of one layer alone are half of the cache, 64 MiB.
+    assert found.temp_size_in_bytes < (cache_bytes / 2 if program == "decode" else 2.1 * 2**20)
 
 
 def test_a_decoding_step_moves_activations_and_no_weights(compiled):

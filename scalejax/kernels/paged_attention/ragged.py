@@ -42,7 +42,7 @@ def lacks(q: jax.Array, pages: jax.Array) -> str | None:
 def suits(q: jax.Array, pages: jax.Array) -> bool:
     """Whether the kernel is the choice for what is being compiled for: a TPU of one core, and a case that it has.
 
-    It runs on one core. Where a device is two, as on v4 and v5p, half of its multiplications would be given away, of
+    It runs on one core. Where a device is two, as on v5p, half of its multiplications would be given away, of
     which reading a prompt has more than memory has bytes.
     """
     return compat.platform() == "tpu" and compat.cores() == 1 and lacks(q, pages) is None

@@ -102,7 +102,7 @@ def lacks(q: jax.Array, k: jax.Array, v: jax.Array, *, axis: str) -> str | None:
 def suits(q: jax.Array, k: jax.Array, v: jax.Array, *, axis: str) -> bool:
     """Whether the kernel is the choice for what is being compiled for: a TPU of one core, and a case that it has.
 
-    A kernel that talks to other devices runs on one core. Where a device is two, as on v4 and v5p, half of its
+    A kernel that talks to other devices runs on one core. Where a device is two, as on v5p, half of its
     multiplications would be given away.
     """
     if compat.platform() != "tpu" or compat.cores() > 1:
