@@ -7,6 +7,7 @@ is their bytes over the bandwidth of the memory; a copy, timed in the same run, 
     requests                64 requests of 4 to 200 tokens (geometric, mean 48) in 8 slots; peers take batches of 8 in
                             the order in which they came, each as long as its longest: transformers, or this project
                             ("static")
+    equal                   the same with requests of 48 tokens each, for which batches are the best there is
     prefix                  the first token after a prompt of 544 of which 512 were read before; the peer "unread" is
                             this project with a prompt of which nothing was
     8b                      the 8B shape of Llama 3.1 in bfloat16; for accelerators
@@ -34,7 +35,8 @@ from scalejax.parallel import mesh as meshes
 from scalejax.train.state import ModelShape
 
 _BATCHES = {"tiny": 1, "tiny-8": 8, "tiny-32": 32, "8b": 1}
-CASES = ("tiny", "tiny-8", "tiny-32", "requests", "prefix", "8b")
+_IN_SLOTS = ("requests", "equal")
+CASES = ("tiny", "tiny-8", "tiny-32", *_IN_SLOTS, "prefix", "8b")
 PEERS = ("transformers", "static", "unread")
 
 PROMPT, TOKENS = 32, 64
@@ -67,7 +69,7 @@ def prepare(case: str, against: str | None) -> Contest:
     device = jax.devices()[0]
     if case == "8b" and device.platform == "cpu":
         raise Unsuited("--case 8b takes minutes on a CPU. Run it on an accelerator, or choose tiny.")
-    if against == "static" and case != "requests":
+    if against == "static" and case not in _IN_SLOTS:
         raise Unsuited(f"--against static: {case} is a batch. Compare it with transformers, or time requests.")
     if (case == "prefix") != (against == "unread") and against is not None:
         raise Unsuited(f"--against {against}: --case prefix has the peer unread, and no other has it.")
@@ -82,7 +84,7 @@ def prepare(case: str, against: str | None) -> Contest:
     draw = np.random.default_rng(0)
     count = _BATCHES.get(case, REQUESTS)
     prompts = draw.integers(0, config.vocabulary, (count, PROMPT)).tolist()
-    lengths = [TOKENS] * count
+    lengths = [TOKENS if case in _BATCHES else MEAN] * count
     if case == "requests":
         lengths = np.clip(draw.geometric(1 / MEAN, count), 4, 200).tolist()
 
@@ -101,9 +103,9 @@ def prepare(case: str, against: str | None) -> Contest:
         return [list(c.tokens) for c in engine.generate(prompts, max_tokens=tokens)]
 
     def ours() -> list[list[int]]:
-        return _in_slots(engine, prompts, lengths) if case == "requests" else whole(prompts, TOKENS)
+        return _in_slots(engine, prompts, lengths) if case in _IN_SLOTS else whole(prompts, TOKENS)
 
-    figures = functools.partial(_figures, engine, prompts) if case != "requests" else dict
+    figures = functools.partial(_figures, engine, prompts) if case not in _IN_SLOTS else dict
     contest = Contest(repeated(ours), examples=sum(lengths), device=machine.device_name(device), figures=figures)
     if against is None:
         return contest
@@ -115,7 +117,7 @@ def prepare(case: str, against: str | None) -> Contest:
         generate = module.Generation(config, arrays, threads=len(machine.usable_cpus())).generate
 
     def theirs() -> list[list[int]]:
-        return batches(generate) if case == "requests" else generate(prompts, TOKENS)
+        return batches(generate) if case in _IN_SLOTS else generate(prompts, TOKENS)
 
     def check() -> None:
         for row, (mine, other) in enumerate(zip(ours(), theirs(), strict=True)):
