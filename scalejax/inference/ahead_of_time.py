@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -57,7 +58,10 @@ class AbstractEngine:
         shape = ModelShape.of(model)
         engine = Engine(config, shape, {}, mesh)
         placed = shape.shardings(mesh, LLM)
-        params = {name: _leaf(p.shape, p.dtype, placed[name]) for name, p in shape.params.items()}
+        params = {
+            name: _leaf(p.shape, p.dtype, engine.programs.format(name, placed[name]))
+            for name, p in shape.params.items()
+        }
         devices = engine.programs.groups * engine.programs.ranks
         pages = nn.PageShape(devices * -(-kv_tokens // (page * devices)), page, kv_dtype)
         cache = engine.programs.cache(pages)
@@ -108,5 +112,5 @@ class AbstractEngine:
         return _leaf(shape, dtype, NamedSharding(self.engine.mesh, P()))
 
 
-def _leaf(shape: Sequence[int], dtype: DTypeLike, sharding: Sharding) -> jax.ShapeDtypeStruct:
+def _leaf(shape: Sequence[int], dtype: DTypeLike, sharding: Sharding | Format) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)

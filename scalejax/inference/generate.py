@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -306,7 +307,13 @@ def load(
     if model.inputs:
         entries = {entry.path: entry for entry in family.entries(model.config)}
         params = static_inputs.attach(params, entries, family.sizes(model.config), model.inputs, mesh)
-    return Engine(model.config, shape, params, mesh, choices, formats)
+    engine = Engine(model.config, shape, params, mesh, choices, formats)
+    for name in shape.params:
+        wanted = engine.programs.format(name, shardings[name])
+        if isinstance(wanted, Format) and isinstance(params[name], jax.Array):
+            # One by one, so that no more than one is there twice.
+            params[name] = jax.device_put(params[name], wanted, donate=True)
+    return engine
 
 
 def _check_memory(mesh: Mesh, needed: int, what: str) -> None:

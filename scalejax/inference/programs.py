@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax import nn
@@ -37,6 +38,9 @@ Tree = TypeVar("Tree")
 
 BLOCK = 32
 """Tokens that one call of the decoding program can generate, at most."""
+
+_ORDERED = ("tpu",)
+"""Platforms for which parameters are put into the order of `Programs.format`."""
 
 STOPPED, BROKEN = 1, 2
 """Why a row ended in a block: it met a stop token, or its logits are not finite."""
@@ -125,6 +129,18 @@ class Programs:
     def ranks(self) -> int:
         """Devices of a group that have tokens of a row of their own, along `context`."""
         return self.mesh.shape["context"]
+
+    def format(self, name: str, sharding: Sharding) -> Format | Sharding:
+        """Where a parameter lies, and in which order.
+
+        A product wants the dimension that it sums over next to last. In matrices of queries, keys and values heads are
+        there, and a TPU's compiler would turn those of all layers around at the start of each block of tokens.
+        """
+        axes = self.shape.logical_axes[name]
+        if self.mesh.devices.flat[0].platform not in _ORDERED or axes[-3:-2] != ("embed",) or axes[-1] != "head":
+            return sharding
+        last = len(axes)
+        return Format(Layout((*range(last - 3), last - 2, last - 3, last - 1)), sharding)
 
     @functools.cached_property
     def cache(self) -> Callable[[nn.PageShape], "PyTree[jax.ShapeDtypeStruct]"]:

@@ -66,6 +66,15 @@ def test_a_decoding_step_moves_activations_and_no_weights(compiled):
         assert f"{POSITIONS}" not in line.split("all-gather(")[0]
 
 
+def test_no_weights_of_all_layers_are_turned_around(compiled):
+    """They lie in the order in which they are multiplied, see `Programs.format`; with one slot any order would do."""
+    several = compile_all({"decode": lambda: on_four_chips(tensor=4).decode(8)})
+    for program in (compiled[0]["read"], several["decode"]):
+        module = hlo.parse(program.as_text())
+        copies = [i for c in module.computations.values() for i in c.instructions if i.opcode == "copy"]
+        assert [i.name for i in copies if i.arrays[0].dims[:2] == (LAYERS, 4096)] == []
+
+
 @pytest.fixture(scope="module")
 def along_context():
     """{program: compiled} over `context`, and an engine. A kernel goes round on v6e, transfers of XLA on v5p."""

@@ -11,7 +11,7 @@ from llama_cases import CASES, F32, GQA, model, tensors, tokens, write_checkpoin
 
 from scalejax import nn
 from scalejax.errors import UserError
-from scalejax.inference import generate, loop
+from scalejax.inference import generate, loop, programs
 from scalejax.inference.programs import DecodingState, Slots
 from scalejax.inference.sampling import RowSampling, TokenSampling
 from scalejax.models.llm import llama3, model_folder
@@ -174,6 +174,19 @@ def test_a_step_changes_the_cache_in_place():
     size = cache.kv.size * 4
     assert found.alias_size_in_bytes >= size  # the cache that comes out is the one that went in
     assert found.temp_size_in_bytes < 0.3 * size
+
+
+def test_weights_in_the_order_of_their_products_give_the_same_tokens(tmp_path, monkeypatch):
+    """As on a TPU."""
+    want = engine(tmp_path).generate(PROMPTS, max_tokens=8)
+    monkeypatch.setattr(programs, "_ORDERED", ("cpu",))
+    on = engine(tmp_path, mesh={"fsdp": 1, "tensor": 2})
+    orders = {name: p.format.layout.major_to_minor for name, p in on.params.items()}
+    turned = {name for name, order in orders.items() if order != tuple(range(len(order)))}
+    assert turned == {f"layers/attention/{name}" for name in ("query", "key", "value")}
+    assert orders["layers/attention/query"] == (0, 2, 1, 3)
+    assert on.generate(PROMPTS, max_tokens=8) == want
+    assert on.held_bytes == sum(p.nbytes // (2 if "tensor" in str(p.sharding.spec) else 1) for p in on.params.values())
 
 
 def test_the_stored_dtype_is_the_default(tmp_path):
