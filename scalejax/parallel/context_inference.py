@@ -110,8 +110,17 @@ def pass_kv(
     if ring is None:
         ring = "kernel" if implementation is None and suits(q, k, v, axis=axis) else "permutes"
     if ring == "kernel":
-        positions = {"query_positions": query_positions, "key_positions": key_positions}
-        return ring_attention(q, k, v, **positions, axis=axis, window=window, scale=scale, interpret=interpret)[0]
+        return ring_attention(
+            q,
+            k,
+            v,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            axis=axis,
+            window=window,
+            scale=scale,
+            interpret=interpret,
+        )[0]
     return context_attention(
         q,
         k,

@@ -72,7 +72,7 @@ def forward(
 
     def kernel(*refs: Ref) -> None:
         pairs, starts, masks, (q, k, v, out, lse, *scratch) = plan.split(refs)
-        pair = Pair.read(pairs, starts, plan, by="query")
+        pair = BlockPair.read(pairs, starts, plan, by="query")
         sums = Sums(*scratch)
 
         @pl.when(pair.is_first)
@@ -148,7 +148,7 @@ def _query_gradient(plan: "Plan", operands: list[jax.Array], scale: float, inter
 
     def kernel(*refs: Ref) -> None:
         pairs, starts, masks, (q, k, v, d_out, lse, correction, d_q, acc) = plan.split(refs)
-        pair = Pair.read(pairs, starts, plan, by="query")
+        pair = BlockPair.read(pairs, starts, plan, by="query")
 
         @pl.when(pair.is_first)
         def _() -> None:
@@ -194,7 +194,7 @@ def _key_gradients(
 
     def kernel(*refs: Ref) -> None:
         pairs, starts, masks, (q, k, v, d_out, lse, correction, d_k, d_v, k_sum, v_sum) = plan.split(refs)
-        pair = Pair.read(pairs, starts, plan, by="key")
+        pair = BlockPair.read(pairs, starts, plan, by="key")
         head = pl.program_id(3)
 
         @pl.when(pair.is_first & (head == 0))
@@ -362,7 +362,7 @@ class Plan:
         in_specs: list[pl.BlockSpec],
         out_shape: Shapes,
         out_specs: pl.BlockSpec | list[pl.BlockSpec],
-        scratch_shapes: Sequence[pl.MemoryRef],
+        scratch_shapes: Sequence[pl.MemoryRef | pltpu.SemaphoreType],
         products: int,
         interpret: Interpret,
         name: str,
@@ -440,7 +440,7 @@ class Plan:
         ]
         return pairs, starts, masks, tuple(rest)
 
-    def visible(self, pair: "Pair", masks: list[Ref | None], *, keys_first: bool) -> jax.Array:
+    def visible(self, pair: "BlockPair", masks: list[Ref | None], *, keys_first: bool) -> jax.Array:
         """bool of the scores of a pair, [queries, keys] or transposed."""
         shape = (self.key_block, self.query_block) if keys_first else (self.query_block, self.key_block)
         query_axis, key_axis = (1, 0) if keys_first else (0, 1)
@@ -480,7 +480,7 @@ class Plan:
         return jnp.pad(x.astype(jnp.float32), pad, constant_values=fill)[:, :, None]
 
 
-class Pair:
+class BlockPair:
     """The pair of blocks of a step of the grid."""
 
     def __init__(self, number: jax.Array, start: jax.Array, is_first: jax.Array, is_last: jax.Array):
@@ -492,7 +492,7 @@ class Pair:
         self.is_last = is_last
 
     @classmethod
-    def read(cls, pairs: Ref, starts: Ref, plan: Plan, *, by: str) -> "Pair":
+    def read(cls, pairs: Ref, starts: Ref, plan: Plan, *, by: str) -> "BlockPair":
         row, step, steps = pl.program_id(0), pl.program_id(2), plan.most_pairs[by]
 
         def block(step: Number) -> jax.Array:

@@ -25,6 +25,7 @@ Compiled for v5e, v5p and v6e and interpreted in the tests, with a search for ra
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,12 @@ from scalejax.kernels.flash_attention.visibility import HIDDEN, Visibility
 from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.types import Copy, Number, Ref, RemoteCopy
 
+_Device = dict[Any, Any]
+"""{axis: index along it} of a device that along other axes is where this one is."""
+
 _COLLECTIVE = 19
-"""Names the barrier of this kernel. Another kernel with the same number must not wait for others than it does."""
+"""Names the barrier of this kernel. In one program another kernel of this number, or this one over another axis, would
+take signals for its own that are not."""
 
 
 def lacks(q: jax.Array, k: jax.Array, v: jax.Array, ranks: int) -> str | None:
@@ -48,12 +53,12 @@ def lacks(q: jax.Array, k: jax.Array, v: jax.Array, ranks: int) -> str | None:
     if q.shape[3] % flash.LANES:
         return f"takes heads that {flash.LANES} divides, as memory is cut; got {q.shape[3]}."
 
-    def of_turns(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((ranks * x.shape[0], *x.shape[1:]), x.dtype)
+    def of_turns(x: jax.Array, dims: int, dtype: jax.typing.DTypeLike) -> Any:
+        return jax.ShapeDtypeStruct((ranks * x.shape[0], *x.shape[1:dims]), dtype)
 
-    shapes = [of_turns(x) for x in (q, k, v)]
-    positions = [jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) for x in shapes[:2]]
-    return flash.lacks(*shapes, _visibility(*positions, None), d_lse=False)
+    visibility = _visibility(of_turns(q, 2, jnp.int32), of_turns(k, 2, jnp.int32), None)
+    of_q, of_k, of_v = (of_turns(x, 4, x.dtype) for x in (q, k, v))
+    return flash.lacks(of_q, of_k, of_v, visibility, d_lse=False)
 
 
 def forward(
@@ -80,13 +85,13 @@ def forward(
     steps, block = plan.most_pairs["query"], plan.query_block
 
     def kernel(*refs: Ref) -> None:
-        pairs, starts, masks, (q, _, out, held, *rest) = plan.split(refs)
+        pairs, starts, masks, (q, _aliased, out, held, *rest) = plan.split(refs)
         stored, found, left, of_sums = rest[:2], rest[2:4], rest[4:6], rest[6:9]
         blocks, arrived, read, written, *of_ring = rest[9:]
         sums = flash.Sums(*of_sums)
         results = _Results(stored, found, left, read, written)
         ring = _Ring(axis, ranks, held, *of_ring)
-        pair = flash.Pair.read(pairs, starts, plan, by="query")
+        pair = flash.BlockPair.read(pairs, starts, plan, by="query")
         place, head, step = (pl.program_id(number) for number in range(3))
         turn = place // batch
         is_first = (place % batch == 0) & (head == 0) & (step == 0)
@@ -210,29 +215,29 @@ class _Results:
         self.of_head = queries // self.block
         self.count = batch * self.heads * self.of_head
 
-    def begin_read(self, number: Number) -> None:
+    def begin_read(self, number: jax.Array) -> None:
         for copy in self._reading(number):
             copy.start()
 
-    def end_read(self, number: Number) -> None:
+    def end_read(self, number: jax.Array) -> None:
         for copy in self._reading(number):
             copy.wait()
 
-    def begin_write(self, number: Number) -> None:
+    def begin_write(self, number: jax.Array) -> None:
         for copy in self._writing(number):
             copy.start()
 
-    def end_write(self, number: Number) -> None:
+    def end_write(self, number: jax.Array) -> None:
         for copy in self._writing(number):
             copy.wait()
 
-    def _reading(self, number: Number) -> list[Copy]:
+    def _reading(self, number: jax.Array) -> list[Copy]:
         return [pltpu.make_async_copy(*pair, self.read) for pair in zip(self._at(number), self.found, strict=True)]
 
-    def _writing(self, number: Number) -> list[Copy]:
+    def _writing(self, number: jax.Array) -> list[Copy]:
         return [pltpu.make_async_copy(*pair, self.written) for pair in zip(self.left, self._at(number), strict=True)]
 
-    def _at(self, number: Number) -> tuple[Ref, Ref]:
+    def _at(self, number: jax.Array) -> tuple[Ref, Ref]:
         row, head, block = (
             number // self.of_head // self.heads,
             number // self.of_head % self.heads,
@@ -248,8 +253,8 @@ class _Ring:
     def __init__(self, axis: str, ranks: int, held: Ref, sent: Ref, received: Ref, room: Ref):
         self.ranks = ranks
         rank = lax.axis_index(axis)
-        self.next = {axis: lax.rem(rank + 1, ranks)}
-        self.before = {axis: lax.rem(rank + ranks - 1, ranks)}
+        self.next: _Device = {axis: lax.rem(rank + 1, ranks)}
+        self.before: _Device = {axis: lax.rem(rank + ranks - 1, ranks)}
         self.held, self.sent, self.received, self.room = held, sent, received, room
 
     def begin(self, turn: jax.Array) -> None:
@@ -281,7 +286,7 @@ class _Ring:
         )
 
 
-def give_room(room: Ref, before: dict[str, jax.Array]) -> None:
+def give_room(room: Ref, before: _Device) -> None:
     """Tells the device before this one that a place may be written."""
     pl.semaphore_signal(room, 1, device_id=before)
 
