@@ -15,7 +15,7 @@ from llama_cases import GQA, write_checkpoint
 
 WORKER = pathlib.Path(__file__).with_name("engine_worker.py")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")
