@@ -144,13 +144,15 @@ class Scheduler:
         """
         self.engine = engine
         self._choose = choose or default_choice(engine)
-        self.max_positions = engine.config.max_positions
         self.vocabulary = engine.config.vocabulary or 0
         own = self._programs = engine.programs
         self._groups = own.groups
         self._places = Places(pages.page, own.ranks)
         self._unit = pages.page * own.ranks
         self._units = pages.pages // (own.groups * own.ranks)
+        # With a window a sequence gives back what it does not see.
+        room = self._units * self._unit if engine.config.window is None else engine.config.max_positions
+        self.max_positions = min(engine.config.max_positions, room)
         self._lengths = tuple(length * own.ranks for length in LENGTHS)
         identity = f"{engine.config!r} {pages.format}"
         self._pools = [Pool(self._units, self._unit, identity, engine.config.window) for _ in range(own.groups)]
@@ -216,6 +218,11 @@ class Scheduler:
             self._leave(one)
 
     @property
+    def slots(self) -> int:
+        """Continuations that run at once."""
+        return len(self._slots)
+
+    @property
     def busy(self) -> bool:
         """See `requests.Loop`."""
         return bool(self._waiting) or any(one is not None for one in self._slots)
@@ -225,7 +232,7 @@ class Scheduler:
         """See `requests.Loop`."""
         return Stats(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len({one.number for one in self._waiting} - {one.number for one in self._running}),
             kv_usage=sum(pool.held for pool in self._pools) / (self._units * self._groups),
             prefix_queries=self._queries,
             prefix_hits=self._hits,
@@ -272,8 +279,6 @@ class Scheduler:
             self.steps.decode(np.int32(1), np.bool_(False), *jax.tree.leaves(slots))
             progress(done := done + 1, total)
         self._fork([], 0)
-        nothing = np.full((self._groups, self._units), self._units, np.int32)
-        self.steps.clear(nothing)
         progress(total, total)
         self._warm = self._programs.compiled()
 
@@ -301,7 +306,8 @@ class Scheduler:
     def _scored(self) -> list[Chunk]:
         """Log probabilities of prompts; requests that want no more are over."""
         chunks = []
-        for one in [one for one in self._waiting if one.request.prompt_logprobs is not None]:
+        # One a step, so that others go on.
+        for one in [one for one in self._waiting if one.request.prompt_logprobs is not None][:1]:
             found = self._likelihoods(one.request.prompt, one.request.prompt_logprobs or 0)
             over = one.request.max_tokens == 0
             for sample in (one.sample, *one.followers):
@@ -326,6 +332,8 @@ class Scheduler:
             if not free:
                 return
             one = self._waiting[0]
+            if one.request.prompt_logprobs is not None:
+                return
             slot = max(free, key=lambda slot: (self._pools[self._group(slot)].usable, -slot))
             pool = self._pools[self._group(slot)]
             # Of the prompt alone, so that the bits of a continuation do not depend on its neighbours.
@@ -510,20 +518,12 @@ class Scheduler:
         elif one.made == one.request.max_tokens:
             ended = "length"
         if why == programs.BROKEN:
-            self._clear(one)
+            self._pool(one).discard(one.held)
         if ended:
             self._leave(one)
         return Chunk(
             one.number, one.sample, tuple(new), logprobs, ended=ended, message=message, reused=one.reused
         )  # fmt: skip
-
-    def _clear(self, one: _Sequence) -> None:
-        """Keys and values that are not finite must not stay: products with them are not, even where they are hidden."""
-        assert one.slot is not None
-        gone = self._pool(one).discard(one.held)
-        units = np.full((self._groups, self._units), self._units, np.int32)
-        units[self._group(one.slot), : len(gone)] = gone
-        self.steps.clear(units)
 
     def _with_room(self, ready: list[_Sequence], limit: int) -> tuple[list[_Sequence], int]:
         """Units for so many more tokens of each, for one where there are not so many; else the youngest make room."""

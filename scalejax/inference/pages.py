@@ -216,19 +216,13 @@ class Pool:
             self._let_go(unit)
         held.units, held.keys, held.count, held.first = [], [], 0, 0
 
-    def discard(self, held: Held) -> list[int]:
-        """Gives back the units of a sequence whose content is of no use to anybody; returns those that nobody has."""
-        gone = []
+    def discard(self, held: Held) -> None:
+        """Gives back the units of a sequence whose content is of no use to anybody."""
         for unit in held.units:
-            state = self._units[unit]
-            if state.key is not None:
+            if self._units[unit].key is not None:
                 self._forget(unit)
-            state.holders -= 1
-            if state.holders == 0:
-                self._free.append(unit)
-                gone.append(unit)
+            self._let_go(unit)
         held.units, held.keys, held.count, held.first = [], [], 0, 0
-        return gone
 
     def _let_go(self, unit: int) -> None:
         state = self._units[unit]

@@ -11,12 +11,13 @@ import math
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from scalejax.errors import TemporaryFailure
+from scalejax.errors import TemporaryFailure, UserError
 from scalejax.inference.steps import OPERATIONS, Steps
 from scalejax.train import distributed, peers
 
@@ -68,24 +69,51 @@ def call_others() -> Followers:
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         listener.listen(peers.job.count)
-        listener.settimeout(_JOIN_S)
         distributed.broadcast([listener.getsockname()[1], token.hex()])
+        deadline = time.monotonic() + _JOIN_S
         while len(found) < peers.job.count - 1:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection, _ = listener.accept()
-                connection.settimeout(_JOIN_S)
-                shown = _exactly(connection, _TOKEN_BYTES)
-            except OSError as error:
+            except TimeoutError as error:
                 raise TemporaryFailure(
                     f"{len(found) + 1} of {peers.job.count} processes came within {_JOIN_S:g} s. Start all again."
                 ) from error
-            if not secrets.compare_digest(bytes(shown), token):
-                connection.close()
+            if not _shows(connection, token):
+                connection.close()  # another program
                 continue
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(None)
             found.append(connection)
     return Followers(found)
+
+
+def _shows(connection: socket.socket, token: bytes) -> bool:
+    connection.settimeout(1.0)
+    try:
+        return secrets.compare_digest(bytes(_exactly(connection, len(token))), token)
+    except OSError:
+        return False
+
+
+def check_alike(**described: object) -> None:
+    """Refuses processes that were started differently; every process calls it.
+
+    Args:
+      described: What has to be the same in all, by the name of its option.
+
+    Raises:
+      UserError: names the first that is not.
+    """
+    everywhere = distributed.gather({name: str(value) for name, value in described.items()})
+    for name in described:
+        values = [one[name] for one in everywhere]
+        other = next((process for process, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise UserError(
+                f"{name} is {values[0]} for process 0 and {values[other]} for process {other}. Start all processes "
+                "with the same command but for --process-id."
+            )
 
 
 def called() -> socket.socket:

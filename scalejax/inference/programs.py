@@ -287,17 +287,6 @@ class Programs:
         return jax.jit(fork, donate_argnums=0)
 
     @functools.cached_property
-    def clear(self) -> Callable[[DecodingState, Any], DecodingState]:
-        """(state, units int32[groups, n]) -> state without what is in them; numbers that are none do nothing."""
-
-        def clear(state: DecodingState, units: jax.Array) -> DecodingState:
-            with self._on_mesh():
-                cache = _on_caches(lambda part: part.cleared(units), state.cache)
-            return DecodingState(self._laid_out(cache), state.logits)
-
-        return jax.jit(clear, donate_argnums=0)
-
-    @functools.cached_property
     def forward(self) -> Callable[[Params, Any], jax.Array]:
         """(parameters, int32[B, S]) -> logits of all positions, wide[B, S, V]; each row is a document."""
 
@@ -357,7 +346,7 @@ class Programs:
         """Programs that were compiled so far."""
         return sum(
             program._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
-            for name in ("read", "decode", "fork", "clear", "forward", "likelihoods")
+            for name in ("read", "decode", "fork", "forward", "likelihoods")
             if (program := self.__dict__.get(name)) is not None
         )
 

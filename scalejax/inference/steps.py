@@ -102,14 +102,6 @@ class Steps:
 
         self._together("fork", (slots, source, target), act)
 
-    def clear(self, units: np.ndarray) -> None:
-        """See `Programs.clear`."""
-
-        def act() -> None:
-            self.state = self.programs.clear(self.state, units)
-
-        self._together("clear", (units,), act)
-
     def likelihoods(self, tokens: np.ndarray) -> Likelihoods:
         """See `Programs.likelihoods`."""
 
@@ -129,7 +121,7 @@ class Steps:
             raise
 
 
-OPERATIONS = ("read", "decode", "fork", "clear", "likelihoods")
+OPERATIONS = ("read", "decode", "fork", "likelihoods")
 """Of `Steps`, that are announced."""
 
 _ROW = np.zeros(0, np.int32)

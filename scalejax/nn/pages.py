@@ -238,17 +238,38 @@ class PagedCache:
         return dataclasses.replace(self, scales=jnp.where(most > 0, most / largest, 1))
 
     def emptied(self, reading: Reading) -> Self:
-        """Without the tokens that the units that begin with a token of `reading` had before."""
+        """Without what the units that begin with a token of `reading` had before.
+
+        Their keys and values too: what is not finite would reach those who see the unit, even where it is hidden.
+        """
         unit = self.positions.shape[2] * _ranks()
+        axes: Any = self.axes()
+        names = ["positions", "kv", *(["scales"] if self._scales_of_tokens is not None else [])]
 
-        def local(stored: jax.Array, positions: jax.Array, table: jax.Array, first: jax.Array) -> jax.Array:
-            own = Reading(positions, table, table[:, 0], first)
-            begun = own.real & (positions % unit == 0)
-            return stored.at[:, jnp.where(begun, own.units(unit), stored.shape[1])].set(EMPTY, mode="drop")
+        def local(
+            positions: jax.Array, table: jax.Array, first: jax.Array, *arrays: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            # The tokens of a row are consecutive, in whatever columns they stand.
+            last = positions.max(1, keepdims=True)
+            lowest = jnp.where(positions < 0, EMPTY, positions).min(1, keepdims=True)
+            units = (lowest - 1) // unit + 1 + jnp.arange(positions.shape[1] // unit + 1, dtype=jnp.int32)[None, :]
+            begun = (last >= 0) & (units * unit <= last)
+            own = Reading(units * unit, table, table[:, 0], first)
+            pages = jnp.where(begun, own.units(unit), arrays[0].shape[1]).reshape(-1)
 
-        run = _on_devices(lambda *args: (local(*args),), (_PAGES, _ROWS, _ROWS, ("batch",)), (_PAGES,))
-        (positions,) = run(self.positions, reading.positions, reading.table, _first(reading))
-        return dataclasses.replace(self, positions=positions)
+            def without(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                stored, *rest = arrays
+                stored = stored.at[:, pages].set(EMPTY, mode="drop")
+                return stored, *(x.at[:, pages].set(jnp.zeros((), x.dtype), mode="drop") for x in rest)
+
+            return jax.lax.cond(begun.any(), without, lambda arrays: arrays, arrays)
+
+        of = tuple(getattr(axes, name) for name in names)
+        run = _on_devices(local, (_ROWS, _ROWS, ("batch",), *of), of)
+        arrays = (getattr(self, name) for name in names)
+        return dataclasses.replace(
+            self, **dict(zip(names, run(reading.positions, reading.table, _first(reading), *arrays), strict=True))
+        )
 
     def admit(self, reading: Reading, layer: jax.Array | None = None) -> tuple[Self, Reading]:
         """Stores the positions of tokens before their keys and values are, and finds those that rows can see.
@@ -273,9 +294,11 @@ class PagedCache:
             pages, place = _local_places(Reading(positions, table, table[:, 0], first, places), page, stored.shape[1])
             stored = stored.at[at, pages, place].set(positions, mode="drop")
             seen = stored[at, table]
-            # What is behind the units of a row in its table may belong to another row.
+            # What is behind the units of a row in its table may belong to another row, and units that have not begun
+            # have what they had before.
             own_units = (first[:, None] + jnp.arange(table.shape[1], dtype=jnp.int32)[None, :])[..., None]
             seen = jnp.where(seen // unit == own_units, seen, EMPTY)
+            seen = jnp.where(seen <= positions.max(1)[:, None, None], seen, EMPTY)
             return stored, seen.reshape(table.shape[0], -1)
 
         cache = self.emptied(reading) if layer is None else self
@@ -285,7 +308,7 @@ class PagedCache:
         given = (at, reading.positions, _places(reading, unit), reading.table, _first(reading), each)
         stored, seen = run(cache.positions, *given)
         reading = dataclasses.replace(reading, seen=seen, in_order=layer is None)
-        return dataclasses.replace(self, positions=stored), reading
+        return dataclasses.replace(cache, positions=stored), reading
 
     def extend(
         self,
@@ -348,14 +371,14 @@ class PagedCache:
             elif tokens == 1 and compat.platform() != "cpu":
                 out, _ = cache._decoded(layer, flat[:, 0], positions[:, 0], own, window)
             elif tokens == 1:
-                keys, values = cache._gathered(layer, table, q.dtype)
+                keys, values = cache._gathered(layer, own, q.dtype)
                 out = _one_each(q[:, 0], keys, values, positions[:, 0], seen, window)
             elif reading.in_order and implementation is None and ranks == 1 and cache._suits_kernel(flat):
                 out = cache._read_in_place(layer, flat, own, window)
             else:
                 keys, values = (
                     x.swapaxes(2, 3).reshape(x.shape[0], -1, x.shape[2], width)
-                    for x in cache._gathered(layer, table, q.dtype)
+                    for x in cache._gathered(layer, own, q.dtype)
                 )
                 out = _read(flat, keys, values, own, window, implementation)
             out = out.reshape(q.shape)
@@ -384,15 +407,6 @@ class PagedCache:
         cache = dataclasses.replace(self, kv=kv, scales=rest[0] if rest else None)
         return out.reshape(rows, tokens, heads, width), cache
 
-    def cleared(self, pages: jax.Array) -> Self:
-        """With zeros in pages, int32[groups, n]: what is not finite would reach other rows even where it is hidden."""
-
-        def local(pages: jax.Array, kv: jax.Array) -> jax.Array:
-            return kv.at[:, pages[0]].set(jnp.zeros((), kv.dtype), mode="drop")
-
-        axes: Any = self.axes()
-        return dataclasses.replace(self, kv=_on_devices(local, (("batch", None), axes.kv), axes.kv)(pages, self.kv))
-
     def copied(self, source: jax.Array, target: jax.Array) -> Self:
         """With pages of one number copied to those of another, int32[groups, n] each; numbers that are none do nothing.
 
@@ -418,7 +432,7 @@ class PagedCache:
         if (of_tokens := self._scales_of_tokens) is not None:
             new = order.together(k, v).astype(jnp.float32)
             own = jnp.abs(new).max(-1) / 127
-            own = jnp.where(own > 0, own, 1)
+            own = jnp.where(own == 0, 1, own)  # NaN stays, so that the row is known to be broken
             new = jnp.round(new / own[..., None])
             scales = of_tokens.at[at].set(own, mode="drop")
         elif scales is not None:
@@ -498,17 +512,22 @@ class PagedCache:
         own = of(jax.lax.axis_index("context"), reading.positions)
         return pass_q_to(attend, q, query_positions=own)
 
-    def _gathered(self, layer: jax.Array, table: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    def _gathered(self, layer: jax.Array, reading: Reading, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """On one device: keys and values of the units of each row, [R, W, K, page, D]."""
-        found = self._order.apart(self.kv[layer, table])
-        if self.scales is None:
-            return found
+        assert reading.seen is not None
+        found = self._order.apart(self.kv[layer, reading.table])
         if self._scales_of_tokens is not None:
-            scales = [scale[..., None] for scale in self._order.apart(self._scales_of_tokens[layer, table])]
+            of_tokens = self._order.apart(self._scales_of_tokens[layer, reading.table])
+            scales = [scale[..., None] for scale in of_tokens]
         else:
-            scales = [self.scales[layer, which] for which in range(2)]
-        keys, values = ((x.astype(jnp.float32) * scale).astype(dtype) for x, scale in zip(found, scales, strict=True))
-        return keys, values
+            scales = [None if self.scales is None else self.scales[layer, which] for which in range(2)]
+        keys, values = (
+            x if scale is None else (x.astype(jnp.float32) * scale).astype(dtype)
+            for x, scale in zip(found, scales, strict=True)
+        )
+        # What is not finite in a place without a token, as in units that have not begun, would reach sums.
+        is_token = (reading.seen < EMPTY).reshape(*reading.table.shape, 1, -1, 1)
+        return jnp.where(is_token, keys, 0), jnp.where(is_token, values, 0)
 
     @property
     def _order(self) -> type[_HeadsFirst] | type[_TokensFirst]:

@@ -6,15 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from llama_cases import GQA, MISTRAL, tokens, write_checkpoint
 
 from scalejax import nn
+from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.inference import generate, loop, programs
 from scalejax.inference.requests import Request
 from scalejax.inference.sampling import TokenSampling
 from scalejax.models.llm import model_folder
 from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train.state import ModelShape
 
 IDS = tokens(GQA, 1, 400)[0].tolist()
 LONG = dataclasses.replace(GQA, max_positions=256)
@@ -289,6 +292,55 @@ def test_rows_whose_logits_are_not_finite_end_alone_and_leave_nothing_behind(eng
         on.submit(Request(prompt=tuple(fine[100:120]), max_tokens=40))
     found, _ = run(on)
     assert [found[number, 0] for number in range(2, 6)] == [(want[1], "length")] * 4
+
+
+@pytest.mark.parametrize("case", ["cancelled", "behind a window", "int8"])
+def test_what_is_not_finite_stays_with_its_request(engine, monkeypatch, case):
+    """Also where nobody has seen its logits, where its units were let go of, and where numbers are stored as int8."""
+    monkeypatch.setattr(loop, "PIECE", 32)
+    monkeypatch.setattr(loop, "LENGTHS", (32,))
+    table = engine.params["embed/weight"].at[95].set(np.nan)
+    config = dataclasses.replace(engine.config, window=40) if case == "behind a window" else engine.config
+    shape = engine.shape
+    if config != engine.config:
+        shape = ModelShape.of(config.task(TokenSchema(vocabulary=96, length=64)).init(nnx.Rngs(0), nn.Dtypes()))
+    broken = dataclasses.replace(
+        engine, config=config, shape=shape, params={**engine.params, "embed/weight": table}, choices=95
+    )
+    fine = [token for token in IDS if token != 95]
+    on = scheduler(broken, 14, slots=2, kv_dtype="int8" if case == "int8" else "compute")
+    bad = on.submit(Request(prompt=(*fine[:5], 95, *fine[5:120]), max_tokens=4))
+    on.step()
+    if case == "cancelled":
+        on.cancel(bad)
+    found, _ = run(on)
+    if case == "int8":
+        assert found[bad, 0] == ((), "error")
+    for begin in range(0, 160, 40):
+        on.submit(Request(prompt=tuple(fine[begin + 100 : begin + 130]), max_tokens=8))
+    found, _ = run(on)
+    assert [ended for _, ended in found.values()] == ["length"] * 4
+
+
+def test_a_loop_says_how_long_a_sequence_it_can_hold(engine):
+    on = scheduler(engine, 6)
+    assert on.max_positions == 96
+    on.submit(Request(prompt=tuple(IDS[:90]), max_tokens=6))
+    with pytest.raises(UserError, match="the cache has room for 96"):
+        on.submit(Request(prompt=tuple(IDS[:90]), max_tokens=7))
+
+
+def test_scores_of_prompts_come_one_a_step_and_samples_are_no_requests(engine):
+    on, warm = scheduler(engine, 64, slots=2), TokenSampling(temperature=1.0)
+    for begin in range(3):
+        on.submit(Request(prompt=tuple(IDS[begin : begin + 9]), max_tokens=0, prompt_logprobs=0))
+    on.submit(Request(prompt=tuple(IDS[:9]), max_tokens=3, samples=5, watched=True, sampling=warm))
+    assert [len(on.step()) for _ in range(2)] == [1, 1]
+    assert on.stats.waiting == 2
+    on.step()
+    on.step()
+    assert (on.stats.running, on.stats.waiting) == (2, 0)
+    assert len(run(on)[0]) == 5
 
 
 def test_stop_tokens_and_watched_rows(engine):

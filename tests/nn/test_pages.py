@@ -170,7 +170,7 @@ def test_what_float8_cannot_hold_is_not_something_else():
     assert np.isnan(out).all()
 
 
-def test_a_copy_of_a_page_is_one_and_a_cleared_page_is_zero():
+def test_a_copy_of_a_page_is_one():
     arrays, rows = projections(), Rows(3, 40, 8)
     _, cache = read_in_pieces(empty(rows.pages), rows, arrays, PIECES)
     source, target, none = rows.table[0, 1], rows.table[1, 4], rows.pages.pages
@@ -179,9 +179,30 @@ def test_a_copy_of_a_page_is_one_and_a_cleared_page_is_zero():
     assert changed == [target]
     np.testing.assert_array_equal(copied.kv[:, target], cache.kv[:, source])
     np.testing.assert_array_equal(copied.positions[:, target], cache.positions[:, source])
-    cleared = cache.cleared(jnp.array([[source, none]]))
-    assert not np.asarray(cleared.kv[:, source]).any()
-    np.testing.assert_array_equal(cleared.kv[:, target], cache.kv[:, target])
+
+
+@pytest.mark.parametrize("kept", KV_FORMATS)
+def test_what_a_unit_had_before_reaches_nobody_even_if_it_is_not_finite(kept):
+    shape = dataclasses.replace(Rows(2, 16, 8).pages, format=kept)
+    q, k, v = (a[:2, :8] for a in projections())
+
+    def read(cache, k, v):
+        fresh = Rows(2, 16, 8)
+        cache, reading = cache.admit(fresh.reading([8, 3], 8))
+        return cache.extend(jnp.int32(0), q, k, v, reading)
+
+    bad = dataclasses.replace(empty(shape), kv=jnp.full_like(empty(shape).kv, jnp.nan if kept != "int8" else 1))
+    if kept == "int8":
+        bad = dataclasses.replace(bad, scales=jnp.full_like(bad.scales, jnp.nan))
+    np.testing.assert_array_equal(read(bad, k, v)[0][:, :3], read(empty(shape), k, v)[0][:, :3])
+    # Kernels read pages where they lie: those that begin are zero, whatever columns their first tokens stand in.
+    reading = Rows(2, 16, 8).reading([12, 3], 12)
+    begun = [Rows(2, 16, 8).table[0, 0], Rows(2, 16, 8).table[0, 1], Rows(2, 16, 8).table[1, 0]]
+    shuffled = dataclasses.replace(reading, positions=reading.positions[:, ::-1])
+    kv = np.asarray(bad.emptied(shuffled).kv, np.float32)
+    assert not kv[:, begun].any()
+    other = [page for page in range(shape.pages) if page not in begun]
+    np.testing.assert_array_equal(kv[:, other], np.asarray(bad.kv, np.float32)[:, other])
 
 
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, pytest.param({"tensor": 4}, marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 """`scalejax serve`: a language model behind HTTP, with OpenAI's protocol, or an exported click model."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import pathlib
@@ -146,7 +147,7 @@ def serve(
 
     from scalejax.inference import text
     from scalejax.inference.loop import make_loop
-    from scalejax.inference.processes import call_others, called, follow
+    from scalejax.inference.processes import call_others, called, check_alike, follow
     from scalejax.inference.server.app import Server
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
     from scalejax.train import distributed, peers
@@ -158,7 +159,10 @@ def serve(
         made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
         model = folders.open_model(folder, recipe=recipe, step=step)
         writer = folders.load(text.open_writer, model, made, dtype=dtype, weights=weights)
+        alike = {"--slots": settings.slots, "--kv-tokens": kv_tokens, "--page": page, "--kv-dtype": kept}
+        check_alike(**alike, **{"--mesh": dict(made.shape), "--dtype": dtype, "the model": writer.engine.config})
         loop = make_loop(writer.engine, slots=settings.slots, kv_tokens=kv_tokens, page=page, kv_dtype=kept)
+        settings = dataclasses.replace(settings, slots=getattr(loop, "slots", settings.slots))
         if bound is None:
             # Process 0 lets what runs finish, and then says that this is all.
             for number in (signal.SIGTERM, signal.SIGINT):
