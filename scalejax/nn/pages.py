@@ -262,6 +262,9 @@ class PagedCache:
                 stored = stored.at[:, pages].set(EMPTY, mode="drop")
                 return stored, *(x.at[:, pages].set(jnp.zeros((), x.dtype), mode="drop") for x in rest)
 
+            # A unit begins in nearly every piece, and a TPU's compiler would copy the cache for a condition there.
+            if positions.shape[1] > 1:
+                return without(arrays)
             return jax.lax.cond(begun.any(), without, lambda arrays: arrays, arrays)
 
         of = tuple(getattr(axes, name) for name in names)
