@@ -6,6 +6,7 @@ Batches are {name: array} of that many rows, with "weights", float32[B], added w
 that fill up the last batch of a split that is scored.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 
@@ -51,19 +52,19 @@ class ArrayDataSet:
                 )
             for name, array in arrays.items():
                 _check_range(array, f"ArrayDataSet: {name!r} of split {split!r}")
-        self._splits = {split: _weighted(arrays) for split, arrays in splits.items()}
-        self._seed, self.batch_size = seed, batch_size
-        train = self._splits["train"]
+        self.splits = {split: _weighted(arrays) for split, arrays in splits.items()}
+        self.seed, self.batch_size = seed, batch_size
+        train = self.splits["train"]
         self.schema = schema or {name: (array.shape[1:], array.dtype) for name, array in train.items()}
 
     def num_examples(self, split: str) -> int:
         """Examples of a split; 0 where there is none of that name."""
-        return len(self._splits[split][WEIGHTS]) if split in self._splits else 0
+        return len(self.splits[split][WEIGHTS]) if split in self.splits else 0
 
     def fingerprint(self) -> str:
         """Hex digest of all arrays and of the order."""
-        digest = hashlib.sha256(repr(self._seed).encode())
-        for split, arrays in sorted(self._splits.items()):
+        digest = hashlib.sha256(repr(self.seed).encode())
+        for split, arrays in sorted(self.splits.items()):
             for name, array in sorted(arrays.items()):
                 digest.update(repr((split, name, array.shape, str(array.dtype))).encode())
                 digest.update(np.ascontiguousarray(array).data)
@@ -72,28 +73,36 @@ class ArrayDataSet:
     def train_batches(self, *, start_example: int, process_index: int = 0, process_count: int = 1) -> Iterator[Arrays]:
         """This process's contiguous slice of each global batch from a position of the stream, without end."""
         check_start(start_example)
-        count, arrays = self.num_examples("train"), self._splits["train"]
-        own, epoch, order = share(self.batch_size, process_index, process_count), -1, np.zeros(0, np.int64)
+        arrays = self.splits["train"]
+        own = share(self.batch_size, process_index, process_count)
         while True:
-            positions = start_example + process_index * own + np.arange(own)
-            rows = np.empty(own, np.int64)
-            for number in np.unique(positions // count):
-                if number != epoch:
-                    epoch, order = int(number), Permutation(count, self._seed, int(number))(np.arange(count))
-                here = positions // count == number
-                rows[here] = order[positions[here] % count]
+            rows = self.rows_at(start_example + process_index * own + np.arange(own))
             yield {name: array[rows] for name, array in arrays.items()}
             start_example += self.batch_size
 
+    def rows_at(self, positions: np.ndarray) -> np.ndarray:
+        """int64[M] positions of the training stream -> int64[M] rows of the training split."""
+        count = self.num_examples("train")
+        rows = np.empty(len(positions), np.int64)
+        for epoch in np.unique(positions // count).tolist():
+            here = positions // count == epoch
+            rows[here] = _order(count, self.seed, epoch)(positions[here] % count)
+        return rows
+
     def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Arrays]:
         """One pass over a split in its order, the last batch filled up with examples of weight 0."""
-        arrays, count = self._splits[split], self.num_examples(split)
+        arrays, count = self.splits[split], self.num_examples(split)
         own = share(self.batch_size, process_index, process_count)
         for start in range(0, count, self.batch_size):
             rows = start + process_index * own + np.arange(own)
             batch = {name: array[np.minimum(rows, count - 1)] for name, array in arrays.items()}
             inside = (rows < count).reshape(-1, *(1,) * (batch[WEIGHTS].ndim - 1))
             yield batch | {WEIGHTS: np.where(inside, batch[WEIGHTS], np.zeros_like(batch[WEIGHTS]))}
+
+
+@functools.lru_cache(maxsize=8)
+def _order(count: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(count, seed, epoch)
 
 
 def _check_range(array: np.ndarray, what: str) -> None:

@@ -13,6 +13,7 @@ stacked layers, which is never sharded.
 
 from scalejax.nn.attention import attend as attend
 from scalejax.nn.attention import constrain as constrain
+from scalejax.nn.convolution import Conv as Conv
 from scalejax.nn.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from scalejax.nn.distinct import over_distinct_rows as over_distinct_rows
 from scalejax.nn.dropout import dropout as dropout
@@ -24,6 +25,7 @@ from scalejax.nn.linear import wide as wide
 from scalejax.nn.mlp import Activation as Activation
 from scalejax.nn.mlp import Mlp as Mlp
 from scalejax.nn.norm import BatchNorm as BatchNorm
+from scalejax.nn.norm import GroupNorm as GroupNorm
 from scalejax.nn.norm import LayerNorm as LayerNorm
 from scalejax.nn.norm import RMSNorm as RMSNorm
 from scalejax.nn.norm import rms_norm as rms_norm

@@ -1,4 +1,4 @@
-"""Layers that normalise: LayerNorm, RMSNorm and BatchNorm, with statistics in float32 or wider."""
+"""Layers that normalise: LayerNorm, RMSNorm, BatchNorm and GroupNorm, with statistics in float32 or wider."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -143,6 +143,31 @@ class BatchNorm(nnx.Module):
         normal = (wider - _like(mean, x)) * jax.lax.rsqrt(_like(variance, x) + self.eps)
         scale, bias = (_like(p[...].astype(normal.dtype), x) for p in (self.scale, self.bias))
         return (normal * scale + bias).astype(self.compute_dtype)
+
+
+class GroupNorm(nnx.Module):
+    """y = (x - m) / sqrt(v + eps) * scale + bias, m and v over the pixels of an example and a group of its channels.
+
+    Wu and He, 2018. Channels of a group lie side by side, as in PyTorch.
+    """
+
+    def __init__(self, features: int, *, groups: int, eps: float = 1e-5, dtypes: Dtypes = FLOAT32):
+        """Starts with scale 1 and bias 0."""
+        if groups < 1 or features % groups:
+            raise ValueError(f"GroupNorm: groups must divide the {features} features; got {groups}.")
+        self.scale = nnx.Param(jnp.ones(features, dtypes.params), logical_axes=("norm",))
+        self.bias = nnx.Param(jnp.zeros(features, dtypes.params), logical_axes=("norm",))
+        self.groups, self.eps = groups, eps
+        self.compute_dtype = dtypes.compute
+
+    def __call__(self, x: "Float[Array, 'batch *space features']") -> "Float[Array, 'batch *space features']":
+        """x: float[B, ..., features]. Returns compute_dtype[B, ..., features]."""
+        wider = x.astype(wide(x.dtype, self.compute_dtype)).reshape(*x.shape[:-1], self.groups, -1)
+        over = (*range(1, x.ndim - 1), x.ndim)
+        centred = wider - wider.mean(over, keepdims=True)
+        normal = centred * jax.lax.rsqrt(jnp.square(centred).mean(over, keepdims=True) + self.eps)
+        scale, bias = (_like(p[...].astype(normal.dtype), x) for p in (self.scale, self.bias))
+        return (normal.reshape(x.shape) * scale + bias).astype(self.compute_dtype)
 
 
 def _like(of_features: jax.Array, x: jax.Array) -> jax.Array:

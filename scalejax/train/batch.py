@@ -9,7 +9,7 @@ import jax
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("fields", "embedded", "lengths", "constants"),
+    data_fields=("fields", "embedded", "lengths", "constants", "progress"),
     meta_fields=("purpose",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Batch:
       constants: What `Task.constants` placed.
       purpose: Whether the model learns from it or is scored on it, or is to set its running means (`nnx.BatchStat`) to
         those of this batch alone: "statistics", see `Evaluation.statistics`.
+      progress: float32[], the share of the steps of the run, or of its phase, that lie behind; None = no training.
     """
 
     fields: dict[str, Any]
@@ -30,6 +31,7 @@ class Batch:
     lengths: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     constants: Any = None
     purpose: Literal["training", "evaluation", "statistics"] = "training"
+    progress: jax.Array | None = None
 
     def __getitem__(self, name: str) -> jax.Array:
         """A field that is one array."""

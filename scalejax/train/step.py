@@ -568,7 +568,8 @@ class Program:
         if ahead is not None:
             tables = self.embeddings.admit(state.tables, ahead.assignment)
             embedded = self._fetch(tables, ahead.routing) if ahead.embedded is None else ahead.embedded
-        batch = Batch(placed.fields, embedded, self._lengths(placed), placed.constants)
+        progress = (state.step - self.schedules_from).astype(jnp.float32) / e.steps
+        batch = Batch(placed.fields, embedded, self._lengths(placed), placed.constants, progress=progress)
         cut, shared = self._divided(batch)
         take = self.gradients(self.parts(_rows(cut)) if cut["fields"] else 1)
         # Gradients of the mean loss where that matters before the end: a factor need not follow the size of a batch,
@@ -642,11 +643,13 @@ class Program:
         scopes = {name: _scope(field) for name, field in self.fields.items()}
         own = {name: x for name, x in batch.fields.items() if scopes.get(name) == "example"}
         rest = {name: x for name, x in batch.fields.items() if name not in own}
-        return {"fields": own, "lengths": batch.lengths}, {"fields": rest, "constants": batch.constants}
+        shared = {"fields": rest, "constants": batch.constants, "progress": batch.progress}
+        return {"fields": own, "lengths": batch.lengths}, shared
 
     def _loss(self, given: LossInputs) -> tuple[Loss, Params]:
         own, shared = given.batch, given.constants
-        batch = Batch({**own["fields"], **shared["fields"]}, given.inputs, own["lengths"], shared["constants"])
+        fields = {**own["fields"], **shared["fields"]}
+        batch = Batch(fields, given.inputs, own["lengths"], shared["constants"], progress=shared["progress"])
         found = self._task_loss(given.params, given.variables, batch, given.keys, given.gather)
         return (pipeline.on_last_stage(found[0]), found[1]) if self._handled else found
 

@@ -1,0 +1,20 @@
+"""Settings that all recipes of models of pictures share."""
+
+from scalejax import optim
+from scalejax.train.experiment import Checkpoints, Evaluation, Experiment
+from scalejax.train.protocols import DataConfig, ModelConfig
+
+
+def experiment(
+    *, model: ModelConfig, data: DataConfig, steps: int, optimizer: optim.Optimizer, every: int
+) -> Experiment:
+    """A run that is scored and saved every so many steps; the test split counts where the validation split is best."""
+    return Experiment(
+        model=model,
+        data=data,
+        steps=steps,
+        optimizer=optimizer,
+        evaluation=Evaluation(every=every, final="best"),
+        checkpoints=Checkpoints(every=every),
+        log_every=10,
+    )

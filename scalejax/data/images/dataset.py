@@ -1,0 +1,82 @@
+"""Data sets of pictures in memory, whose training batches are augmented."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from scalejax.data.arrays import ArrayDataSet, Arrays
+from scalejax.data.images.augment import Augment
+from scalejax.data.images.schema import ImageSchema
+from scalejax.data.reading import check_start, share
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """Fields that training batches have besides their own, `PREFIX` before their names.
+
+    Attributes:
+      prefix: "other_" gives "other_images", ...
+      channel: Which stream of augmentations: 0 is that of the batch itself.
+      ahead: Batches further on in the training stream; -1 = the batch before. Before the first batch lies the last one
+        of an epoch -1.
+    """
+
+    prefix: str
+    channel: int
+    ahead: int = 0
+
+
+class ImageDataSet(ArrayDataSet):
+    """Pictures and what belongs to them.
+
+    Arrays have the names that `Augment` knows: "images" [N, H, W, C], "masks" [N, H, W], "points" [N, objects, K, 2];
+    others ("labels", "cases") are left as they are. What an example of the training stream looks like follows from the
+    seed, its number in the stream and the channel alone: it is the same after a resume and for any number of processes.
+
+    Args:
+      splits: See `ArrayDataSet`.
+      batch_size: Global.
+      schema: Of the pictures.
+      augment: Of training batches.
+      seed: Of the order and of the augmentations.
+    """
+
+    schema: ImageSchema
+
+    def __init__(
+        self,
+        splits: Mapping[str, Mapping[str, np.ndarray]],
+        *,
+        batch_size: int,
+        schema: ImageSchema,
+        augment: Augment,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(splits, batch_size=batch_size, seed=seed, schema=schema)
+        self.augment = augment
+
+    def fingerprint(self) -> str:
+        """Of all arrays, the order and the augmentations."""
+        return f"{super().fingerprint()} {self.augment}"
+
+    def train_batches(
+        self, *, start_example: int, process_index: int = 0, process_count: int = 1, views: tuple[View, ...] = ()
+    ) -> Iterator[Arrays]:
+        """This process's contiguous slice of each global batch from a position of the stream, without end."""
+        check_start(start_example)
+        own = share(self.batch_size, process_index, process_count)
+        while True:
+            positions = start_example + process_index * own + np.arange(own)
+            batch = self.seen(positions, channel=0)
+            for view in views:
+                other = self.seen(positions + view.ahead * self.batch_size, channel=view.channel)
+                batch |= {view.prefix + name: array for name, array in other.items()}
+            yield batch
+            start_example += self.batch_size
+
+    def seen(self, positions: np.ndarray, *, channel: int) -> Arrays:
+        """Examples of the training stream, int64[M] positions, as a channel of augmentations shows them."""
+        rows = self.rows_at(positions)
+        arrays = {name: array[rows] for name, array in self.splits["train"].items()}
+        return self.augment.apply(arrays, positions, seed=self.seed, channel=channel)

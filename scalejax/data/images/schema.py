@@ -1,0 +1,49 @@
+"""What a model must know of pictures."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSchema:
+    """Sizes, classes and units of the pictures of a data set, [H, W, C].
+
+    Models get pictures as they are stored and make them (x - mean) / std themselves: what a checkpoint was trained
+    with is part of its identity, and uint8 is a quarter of what float32 is on the way to the devices.
+
+    Attributes:
+      height: Pixels.
+      width: Pixels.
+      channels: 1 of grey pictures, 3 of red, green and blue, slices of a scan.
+      dtype: Of stored pixels.
+      mean: Of each channel over the training pictures, in units of stored pixels.
+      std: Likewise.
+      classes: Names, by label; of masks with that of the background first.
+      window: Smallest and largest value that is kept of what files have (Hounsfield units of CT); what is stored is
+        cut to it. None = files are stored as they are.
+      spacing: Millimetres from one pixel to the next, along H and W; None = they are not known.
+    """
+
+    height: int
+    width: int
+    channels: int
+    dtype: Literal["uint8", "float32"] = "uint8"
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: tuple[str, ...] = ()
+    window: tuple[float, float] | None = None
+    spacing: tuple[float, float] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[H, W, C]."""
+        return self.height, self.width, self.channels
+
+    def identity(self) -> dict[str, str]:
+        """What parameters go with although their shapes need not tell, see `train.task.Task.identity`."""
+        return {
+            "data.mean": repr(self.mean),
+            "data.std": repr(self.std),
+            "data.window": repr(self.window),
+            "data.classes": ", ".join(self.classes),
+        }
