@@ -25,13 +25,17 @@ def parameters(model: nnx.Module, *, axes: int = 0) -> int:
     return sum(math.prod(shape) for shape in shapes if len(shape) >= axes)
 
 
-def macs(model: nnx.Module, *inputs: object) -> int:
-    """Multiply-accumulates of the matrix products of model(*inputs).
+def macs(model: nnx.Module, *inputs: object, **settings: object) -> int:
+    """Multiply-accumulates of the matrix products and convolutions of model(*inputs, **settings).
 
     Args:
       model: Abstract or not.
       inputs: Pytrees of arrays or of `jax.ShapeDtypeStruct`.
+      settings: Arguments that are no arrays.
     """
     graph, state = nnx.split(model)
     with jax.sharding.use_abstract_mesh(_NO_MESH):
-        return flops.count(jax.make_jaxpr(lambda state, *x: nnx.merge(graph, state)(*x))(state, *inputs)).total // 2
+        return (
+            flops.count(jax.make_jaxpr(lambda state, *x: nnx.merge(graph, state)(*x, **settings))(state, *inputs)).total
+            // 2
+        )

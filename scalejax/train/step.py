@@ -724,8 +724,13 @@ class Program:
 
     @functools.cached_property
     def collected(self) -> frozenset[str]:
-        """Names of what metrics collect of every example."""
-        return frozenset(name for metric in self.metrics.values() for name in metric.collects)
+        """Names of what metrics collect of every example, or of the first."""
+        return frozenset(name for metric in self.metrics.values() for name in (*metric.collects, *metric.shows))
+
+    @functools.cached_property
+    def shown(self) -> frozenset[str]:
+        """Names of what is collected of the first examples of a split alone."""
+        return self.collected.difference(*(metric.collects for metric in self.metrics.values()))
 
 
 def _read_of(state: TrainState) -> _Read:

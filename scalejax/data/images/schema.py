@@ -21,6 +21,7 @@ class ImageSchema:
       classes: Names, by label; of masks with that of the background first.
       window: Smallest and largest value that is kept of what files have (Hounsfield units of CT); what is stored is
         cut to it. None = files are stored as they are.
+      batch_size: Examples of a training batch, for what waits from one batch to the next; None = it is not known.
       spacing: Millimetres from one pixel to the next, along H and W; None = they are not known.
     """
 
@@ -32,6 +33,7 @@ class ImageSchema:
     std: tuple[float, ...]
     classes: tuple[str, ...] = ()
     window: tuple[float, float] | None = None
+    batch_size: int | None = None
     spacing: tuple[float, float] | None = None
 
     @property

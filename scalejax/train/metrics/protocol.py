@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from scalejax.train.batch import Batch
 
 Collected = Mapping[str, np.ndarray]
-"""Outputs and fields of all examples that count, {name: [N, ...]}, in the order of the file."""
+"""Outputs and fields of all examples that count, {name: [N, ...]}, in the order of the file; of `Metric.shows` of the
+first ones."""
+
+SHOWN = 24
+"""Examples that are at least there of what metrics only draw, if the split has as many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,11 @@ class Metric(Protocol):
         ...
 
     @property
+    def shows(self) -> tuple[str, ...]:
+        """The same that `keep` wants of the first `SHOWN` examples of a split: pictures that it draws."""
+        ...
+
+    @property
     def lifetime(self) -> tuple[str, ...]:
         """Names of values that windows also give for the whole run so far, as "lifetime_NAME"."""
         ...
@@ -133,6 +142,10 @@ class MetricBase:
 
     @property
     def collects(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def shows(self) -> tuple[str, ...]:
         return ()
 
     @property

@@ -14,7 +14,7 @@ from scalejax.parallel.embedding.row_cache import RowCache
 from scalejax.parallel.gradients.compute import ROWS
 from scalejax.train.batches.convert import prefetch
 from scalejax.train.metrics import sums as metric_sums
-from scalejax.train.metrics.protocol import Metric
+from scalejax.train.metrics.protocol import SHOWN, Metric
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program, Scored
 from scalejax.train.task import Field
@@ -83,7 +83,11 @@ def score(
         `Exchange(overflow="count")` the latter are in the result instead.
     """
     found: list[Scored] = []
-    slices: list[object] = []
+    slices: list[Mapping[str, object]] = []
+    scopes = {name: field.scope for name, field in program.fields.items() if isinstance(field, Field)}
+    wanted = program.collected
+    if wanted and scopes.get("weights") == "example":
+        wanted |= {"weights"}  # what fills up a batch is no example of a metric that asks for none, either
     numbered = program.task.draws == "evaluation too"
     seen = 0
     with prefetch(batches, program, purpose="scoring", cache=cache) as prefetched:
@@ -93,13 +97,17 @@ def score(
             rows = program.rows(device)
             numbers = _numbers(program, seen, rows) if numbered else None
             scored = program.eval_step(state, device, numbers)
+            if seen >= SHOWN:
+                outputs = {name: x for name, x in scored.outputs.items() if name not in program.shown}
+                scored = dataclasses.replace(scored, outputs=outputs)
             for output in scored.outputs.values():
                 output.copy_to_host_async()
             # Without a bound a long split would queue on the device; virtual devices must not queue at all.
             if len(found) >= program.in_flight:
                 found[-program.in_flight].loss.block_until_ready()
             found.append(scored)
-            slices.append(host)
+            # Of a host batch that alone: all pictures of a split need not fit the memory.
+            slices.append(_taken(host, wanted - program.shown if seen >= SHOWN else wanted))
             seen += rows
     overflowed = None
     if program.collection is not None:
@@ -116,7 +124,13 @@ def score(
     for of_batch in parts:
         for name, part in of_batch.items():
             sums[name] = metric_sums.merge(sums[name], part) if name in sums else part
-    return Scores(program.metrics, sums, _collected(program, found, slices), overflowed)
+    return Scores(program.metrics, sums, _collected(wanted, scopes, found, slices), overflowed)
+
+
+def _taken(host: object, names: frozenset[str]) -> dict[str, object]:
+    """The fields of a host batch of these names, as far as it has them."""
+    fields = host if isinstance(host, Mapping) else {name: getattr(host, name, None) for name in names}
+    return {name: fields[name] for name in names if fields.get(name) is not None}
 
 
 def _numbers(program: Program, first: int, rows: int) -> jax.Array:
@@ -126,28 +140,26 @@ def _numbers(program: Program, first: int, rows: int) -> jax.Array:
     return jax.make_array_from_process_local_data(NamedSharding(program.mesh, ROWS), own, (rows,))
 
 
-def _collected(program: Program, found: list[Scored], slices: list[object]) -> dict[str, np.ndarray]:
+def _collected(
+    wanted: frozenset[str], scopes: Mapping[str, str], found: list[Scored], slices: list[Mapping[str, object]]
+) -> dict[str, np.ndarray]:
     collected = {}
-    scopes = {name: field.scope for name, field in program.fields.items() if isinstance(field, Field)}
-    wanted = program.collected
-    if wanted and scopes.get("weights") == "example":
-        wanted |= {"weights"}  # what fills up a batch is no example of a metric that asks for none, either
     for name in sorted(wanted):
         if name in found[0].outputs:
-            collected[name] = np.concatenate([np.asarray(scored.outputs[name]) for scored in found])
+            collected[name] = np.concatenate([np.asarray(s.outputs[name]) for s in found if name in s.outputs])
             continue
-        parts = [host.get(name) if isinstance(host, Mapping) else getattr(host, name, None) for host in slices]
-        if any(part is None for part in parts):
+        parts = [np.asarray(held[name]) for held in slices if name in held]
+        if not parts:
             continue
-        if scopes.get(name) == "step":  # every process has all of it
-            collected[name] = np.concatenate([np.asarray(part) for part in parts])
-        else:
-            collected[name] = _gather(np.stack([np.asarray(part) for part in parts]))
+        # Every process has all of what is of a step.
+        collected[name] = np.concatenate(parts) if scopes.get(name) == "step" else _gather(np.stack(parts))
     weights = collected.get("weights")
     if weights is None:
         return collected
     counts = (weights > 0).reshape(len(weights), -1).any(axis=1)
-    return {name: array if scopes.get(name) == "step" else array[counts] for name, array in collected.items()}
+    return {
+        name: array if scopes.get(name) == "step" else array[counts[: len(array)]] for name, array in collected.items()
+    }
 
 
 def _gather(local: np.ndarray) -> np.ndarray:

@@ -1,0 +1,111 @@
+"""The task of networks that classify pictures."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from scalejax.data.images.dataset import ImageDataSet
+from scalejax.data.images.schema import ImageSchema
+from scalejax.nn import counts, wide
+from scalejax.numerics.dtypes import Dtypes
+from scalejax.train import self_distillation
+from scalejax.train.metrics.classification import Accuracy
+from scalejax.train.metrics.loss import MeanLoss
+from scalejax.train.metrics.protocol import Metric
+from scalejax.train.self_distillation import CrossEntropy, Learning
+from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
+
+
+class ClassifierConfig(Protocol):
+    """The part of the config of an architecture that a task knows."""
+
+    @property
+    def learning(self) -> Learning: ...
+
+    def build(self, schema: ImageSchema, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module:
+        """A network: (stored pixels [B, H, W, C], purpose) -> logits [B, classes]."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassifierTask(TaskBase):
+    """Classes of pictures; a `train.task.Task`.
+
+    Attributes:
+      config: Architecture, and how it learns.
+      schema: Of the pictures.
+    """
+
+    config: ClassifierConfig
+    schema: ImageSchema
+    unit: str = "images"
+
+    def fields(self) -> dict[str, Field]:
+        """Pictures and labels, and those of the other views that a way to learn wants."""
+        images = Field(shape=self.schema.shape, dtype=self.schema.dtype)
+        labels = Field(shape=(), dtype="int32")
+        found = {"images": images, "labels": labels, "weights": Field(shape=(), dtype="float32")}
+        for view in self.config.learning.views:
+            found |= {view.prefix + "images": images, view.prefix + "labels": labels}
+        return found
+
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module:
+        """Builds the network, and what waits in it from step to step."""
+        network = self.config.build(self.schema, rngs, dtypes)
+        rows, classes = self.schema.batch_size, len(self.schema.classes)
+        self_distillation.attach(network, self.config.learning, rows=rows, classes=classes, dtype=wide(dtypes.params))
+        return network
+
+    def train_batches(self, data: ImageDataSet, mesh: Mesh, start_example: int) -> Iterator[object]:
+        """Batches with the other views."""
+        del mesh
+        process, processes = jax.process_index(), jax.process_count()
+        return data.train_batches(
+            start_example=start_example,
+            process_index=process,
+            process_count=processes,
+            views=self.config.learning.views,
+        )
+
+    def eval_batches(self, data: ImageDataSet, mesh: Mesh, split: str) -> Iterator[object]:
+        """Batches whose other views are the pictures themselves: nothing reads them."""
+        for batch in data.eval_batches(split, process_index=jax.process_index(), process_count=jax.process_count()):
+            others = [
+                (view.prefix + name, name) for view in self.config.learning.views for name in ("images", "labels")
+            ]
+            yield {**batch, **{other: batch[name] for other, name in others}}
+
+    def loss(self, model: Any, batch: Batch, *, keys: Keys | None, gather: Gather) -> Loss:
+        """As the config's `learning` says in training, cross-entropy elsewhere."""
+        del keys, gather
+        if batch.purpose == "training":
+            losses, logits = self.config.learning.losses(model, batch)
+        else:
+            logits = model(batch["images"], batch.purpose)
+            losses = CrossEntropy().of(logits, batch["labels"])
+        weights = batch["weights"].astype(losses.dtype)
+        return Loss((losses * weights).sum(), weights.sum(), outputs={"logits": logits.astype(jnp.float32)})
+
+    def metrics(self) -> tuple[Metric, ...]:
+        return (Accuracy(unit="images"), MeanLoss(unit="images"))
+
+    def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
+        images = shapes["images"][0]
+        return Work(flops=6 * images * self._macs, count=images)
+
+    @functools.cached_property
+    def _macs(self) -> int:
+        """Multiply-accumulates of a picture forward."""
+        network = counts.abstract(self.config.build, self.schema)
+        return counts.macs(
+            network, jax.ShapeDtypeStruct((1, *self.schema.shape), self.schema.dtype), purpose="evaluation"
+        )
+
+    def identity(self) -> Mapping[str, str]:
+        return self.schema.identity()
