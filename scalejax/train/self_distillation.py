@@ -220,7 +220,7 @@ class Sam:
         structure, params, rest = nnx.split(network, nnx.Param, ...)
 
         def first(params: Any) -> tuple[jax.Array, Any]:
-            model = nnx.merge(structure, params, rest)
+            model = nnx.merge(structure, params, rest, copy=True)
             losses, _ = self.base.losses(model, batch)
             return (losses * batch["weights"].astype(losses.dtype)).sum(), nnx.split(model, nnx.Param, ...)[2]
 
@@ -230,7 +230,7 @@ class Sam:
         length = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(slope)))
         step = self.radius / jnp.maximum(length, 1e-12)
         there = jax.tree.map(lambda w, g: w + jax.lax.stop_gradient(step.astype(w.dtype) * g), params, slope)
-        losses, logits = self.base.losses(nnx.merge(structure, there, rest), batch)
+        losses, logits = self.base.losses(nnx.merge(structure, there, rest, copy=True), batch)
         nnx.update(network, jax.lax.stop_gradient(moved))
         return losses, logits
 
