@@ -13,13 +13,22 @@ from scalejax.optim.schedules import Constant, Schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sgd:
-    """Stochastic gradient descent with optional (heavy-ball) momentum."""
+    """Stochastic gradient descent with optional (heavy-ball) momentum: torch.optim.SGD.
+
+    Attributes:
+      learning_rate: By step.
+      momentum: Share of the last step that is taken again.
+      weight_decay: Added to the gradient of every parameter, times the parameter, before momentum.
+    """
 
     learning_rate: Schedule = Constant(value=1e-2)
     momentum: float = 0.0
+    weight_decay: float = 0.0
 
     def build(self, steps: int) -> optax.GradientTransformation:
-        return optax.sgd(self.learning_rate.build(steps), momentum=self.momentum or None)
+        descent = optax.sgd(self.learning_rate.build(steps), momentum=self.momentum or None)
+        # Without decay the state stays what it was before there was any: checkpoints name its leaves.
+        return optax.chain(optax.add_decayed_weights(self.weight_decay), descent) if self.weight_decay else descent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
