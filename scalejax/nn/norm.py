@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+Purpose = Literal["training", "evaluation", "statistics"]
+"""What a model is called for, see `BatchNorm`."""
+
+
 class LayerNorm(nnx.Module):
     """y = (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al., 2016).
 
@@ -125,9 +129,7 @@ class BatchNorm(nnx.Module):
         self.momentum, self.eps = momentum, eps
         self.compute_dtype = dtypes.compute
 
-    def __call__(
-        self, x: "Float[Array, '*batch features']", purpose: Literal["training", "evaluation", "statistics"]
-    ) -> "Float[Array, '*batch features']":
+    def __call__(self, x: "Float[Array, '*batch features']", purpose: Purpose) -> "Float[Array, '*batch features']":
         """x: float[..., features]. Returns compute_dtype[..., features]; training changes the running means."""
         wider = x.astype(wide(x.dtype, self.compute_dtype))
         mean, variance = self.mean[...], self.variance[...]
