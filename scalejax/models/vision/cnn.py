@@ -7,7 +7,7 @@ can learn labels that are wrong by heart: what methods against noise are compare
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import jax
 from flax import nnx
@@ -16,6 +16,7 @@ from scalejax.data.images.schema import ImageSchema
 from scalejax.models.vision.classification import ClassifierTask
 from scalejax.models.vision.inputs import standardized
 from scalejax.nn import BatchNorm, Conv, Mlp, wide
+from scalejax.nn.norm import Purpose
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.self_distillation import AnyLearning, CrossEntropy
 
@@ -47,7 +48,7 @@ class Cnn(nnx.Module):
     def __call__(
         self,
         images: "Num[Array, 'batch height width channels']",
-        purpose: Literal["training", "evaluation", "statistics"],
+        purpose: Purpose,
     ) -> "Float[Array, 'batch classes']":
         x = standardized(images, self.schema, self.dtypes)
         for conv, norm in zip(self.convolutions, self.norms, strict=True):
