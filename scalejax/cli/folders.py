@@ -92,6 +92,16 @@ def open_model(folder: pathlib.Path, *, recipe: str | None, step: int | None, av
     return run_model.open_run(folder, load_run(folder, recipe), step, average)
 
 
+def other_run(folder: pathlib.Path, recipe: str | None) -> "Experiment | None":
+    """The experiment of a folder that is a run, but not of a language model; None for all else."""
+    from scalejax.models.llm import families, model_folder
+
+    if not folder.is_dir() or model_folder.kind_of(folder) != "run":
+        return None
+    experiment = load_run(folder, recipe)
+    return experiment if families.find(experiment.model) is None else None
+
+
 def load(
     opened: "Callable[..., Loaded]", model: "LanguageModel", mesh: "Mesh", *, dtype: str | None, weights: str
 ) -> "Loaded":

@@ -221,6 +221,14 @@ class Task(Protocol):
         """
         ...
 
+    def write_folder(self, path: pathlib.Path, trained: Trained) -> None:
+        """Writes a model in a form of others, which `open_folder` reads, in a new folder.
+
+        Raises:
+          UserError: there is no such form, or the disk refuses.
+        """
+        ...
+
     def constants(self, data: Any, mesh: Mesh) -> object:
         """What the model reads in every step, a pytree of arrays on the devices of the mesh; made once."""
         ...
@@ -315,6 +323,13 @@ class TaskBase:
         raise UserError(
             f"init={path} is no run folder, and {type(self).__name__} knows no other. Give a folder that `scalejax "
             "train` wrote."
+        )
+
+    def write_folder(self, path: pathlib.Path, trained: Trained) -> None:
+        del trained
+        raise UserError(
+            f"DEST {path} cannot be written: {type(self).__name__} knows no form of others. Use the run "
+            "folder as it is."
         )
 
     def constants(self, data: Any, mesh: Mesh) -> object:

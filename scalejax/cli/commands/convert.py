@@ -1,4 +1,4 @@
-"""`scalejax convert`: language models from Hugging Face to scalejax and back."""
+"""`scalejax convert`: language models from Hugging Face to scalejax and back, other runs to what their task writes."""
 
 import os
 import pathlib
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich import table
 
     from scalejax.models.llm.model_folder import LanguageModel
+    from scalejax.train.experiment import Experiment
 
 _DTYPES = ("float32", "bfloat16", "float16")
 Step = Annotated[
@@ -53,13 +54,24 @@ def convert(
     """Convert models of Hugging Face to scalejax, and back.
 
     What SOURCE is decides: a folder of Hugging Face becomes a model folder, a model folder or a run one of Hugging
-    Face. Files of the tokenizer go along, and parameters stay the same to the bit unless --dtype says otherwise.
+    Face. Files of the tokenizer go along, and parameters stay the same to the bit unless --dtype says otherwise. Of
+    other runs a ResNet becomes a folder of Hugging Face; what is read the other way is init=FOLDER of `scalejax train`.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed, so no accelerator is looked for
     environment.prepare()
     check_dtype(dtype)
     if not 0 < shard_size < float("inf"):
         raise UserError(f"--shard-size must be above 0 GB and finite; got {shard_size}.")
+    if (experiment := folders.other_run(source, recipe)) is not None:
+        for name, value, default in (
+            ("--dtype", dtype, None),
+            ("--experts", experts, None),
+            ("--shard-size", shard_size, 5),
+        ):
+            if value != default:
+                raise UserError(f"{name} {value}: {source} is no run of a language model. Leave {name} out.")
+        _write_run(experiment, source, target, step, average)
+        return
     model = folders.open_model(source, recipe=recipe, step=step, average=average)
 
     from jax.numpy import dtype as as_dtype
@@ -89,6 +101,19 @@ def convert(
     what = "model folder" if to == "model" else "folder of Hugging Face"
     print(f"Wrote the {what} {target}.")
     folders.print_next_of_model(target)
+
+
+def _write_run(
+    experiment: "Experiment", source: pathlib.Path, target: pathlib.Path, step: int | None, average: int
+) -> None:
+    """Writes what the task of a run has for others."""
+    from scalejax.train import phases
+    from scalejax.train.checkpoints import trained
+
+    experiment = phases.experiment_at(experiment, source, step)
+    found = trained.open_run(source, step, average)
+    experiment.model.task(experiment.data.schema()).write_folder(target, found)
+    print(f"Wrote {target} from {found.origin}.")
 
 
 def check_dtype(dtype: str | None) -> None:

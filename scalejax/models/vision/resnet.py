@@ -19,6 +19,7 @@ Axes: B examples, H and W pixels, C channels.
 """
 
 import dataclasses
+import pathlib
 from typing import Literal
 
 import jax
@@ -31,6 +32,7 @@ from scalejax.errors import UserError
 from scalejax.models.vision.classification import ClassifierTask
 from scalejax.models.vision.inputs import standardized
 from scalejax.nn.norm import Purpose
+from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.self_distillation import AnyLearning, CrossEntropy
 
 EXPANSION = 4
@@ -71,9 +73,28 @@ class ResNetConfig:
         """The model for pictures of a data set."""
         return ResNet(self, schema, rngs, dtypes)
 
-    def task(self, schema: ImageSchema) -> ClassifierTask:
+    def task(self, schema: ImageSchema) -> "ResNetTask":
         """Binds it to pictures."""
-        return ClassifierTask(config=self, schema=schema)
+        return ResNetTask(config=self, schema=schema)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResNetTask(ClassifierTask):
+    """Classes of pictures, and the folders of others; a `train.task.Task`."""
+
+    config: ResNetConfig
+
+    def open_folder(self, path: pathlib.Path) -> Trained:
+        """See `resnet_checkpoints.open_folder`."""
+        from scalejax.models.vision import resnet_checkpoints
+
+        return resnet_checkpoints.open_folder(path, self.config, self.schema)
+
+    def write_folder(self, path: pathlib.Path, trained: Trained) -> None:
+        """See `resnet_checkpoints.write_folder`."""
+        from scalejax.models.vision import resnet_checkpoints
+
+        resnet_checkpoints.write_folder(path, self.config, self.schema, {**trained.params, **trained.variables})
 
 
 _STEMS = ("cifar", "imagenet")

@@ -125,7 +125,7 @@ def test_runs_of_other_models_are_refused(invoke, tmp_path):
 
     recipe = small_run.write_recipe(tmp_path)
     assert invoke("train", recipe, "--set", "steps=1", "--workdir", str(tmp_path / "run")).exit_code == 0
-    one_error(invoke("convert", str(tmp_path / "run"), "x", "--recipe", recipe), "not of a language model")
+    one_error(invoke("convert", str(tmp_path / "run"), "x", "--recipe", recipe), "CtrTask knows no form of others")
 
 
 def test_damaged_weights_are_named(invoke, tmp_path):

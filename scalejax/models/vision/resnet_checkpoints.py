@@ -1,0 +1,269 @@
+"""Folders of others that hold a ResNet, read and written: `model.safetensors` by the names of two libraries.
+
+    huggingface    resnet.encoder.stages.1.layers.0.layer.0.convolution.weight    (ResNetForImageClassification)
+    torchvision    layer2.0.conv1.weight                                          (timm's ResNets have these, too)
+
+Which names a folder has is seen from them. With those of Hugging Face config.json says the architecture, which must be
+that of the recipe, and preprocessor_config.json how pixels are standardised.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from flax import nnx
+
+from scalejax import json_reading
+from scalejax.data.images.schema import ImageSchema
+from scalejax.errors import UserError
+from scalejax.models.llm import mapping, safetensors
+from scalejax.models.llm.mapping import Entry, TensorSource
+from scalejax.models.llm.safetensors import Written
+from scalejax.models.vision.resnet import EXPANSION, ResNet, ResNetConfig
+from scalejax.nn import counts
+from scalejax.train import disk
+from scalejax.train.checkpoints.array_store import AnyArray, LazyArray
+from scalejax.train.checkpoints.trained import Trained
+
+Names = Literal["huggingface", "torchvision"]
+
+CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
+_MODEL = "ResNetForImageClassification"
+_STEPS = "num_batches_tracked"
+"""How many batches a norm of PyTorch has seen, which nothing here asks for."""
+
+_STEMS = {
+    "huggingface": ("resnet.embedder.embedder.convolution", "resnet.embedder.embedder.normalization"),
+    "torchvision": ("conv1", "bn1"),
+}
+_HEADS = {"huggingface": "classifier.1", "torchvision": "fc"}
+_NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "variance": "running_var"}
+
+
+def _convolutions(config: ResNetConfig, names: Names) -> Iterator[tuple[str, str, str]]:
+    """(path of ours, name of the convolution, name of its norm) of all."""
+    yield "stem", *_STEMS[names]
+    in_block = 2 if config.block == "basic" else 3
+    for stage, depth in enumerate(config.depths):
+        for block in range(depth):
+            path = f"stages/{stage}/{block}"
+            if names == "huggingface":
+                below = f"resnet.encoder.stages.{stage}.layers.{block}"
+                for i in range(in_block):
+                    yield f"{path}/convs/{i}", f"{below}.layer.{i}.convolution", f"{below}.layer.{i}.normalization"
+                shortcut = f"{below}.shortcut.convolution", f"{below}.shortcut.normalization"
+            else:
+                below = f"layer{stage + 1}.{block}"
+                for i in range(in_block):
+                    yield f"{path}/convs/{i}", f"{below}.conv{i + 1}", f"{below}.bn{i + 1}"
+                shortcut = f"{below}.downsample.0", f"{below}.downsample.1"
+            yield f"{path}/shortcut", *shortcut
+
+
+def table(
+    config: ResNetConfig, shapes: Mapping[str, tuple[int, ...]], names: Names
+) -> tuple[tuple[Entry, ...], dict[str, int]]:
+    """What a parameter or a running mean is called there: (a line each, the sizes of their axes).
+
+    Args:
+      config: Architecture.
+      shapes: Path of ours -> shape; paths that are not in it have no line.
+      names: Whose.
+    """
+    found: list[Entry] = []
+    sizes: dict[str, int] = {}
+
+    def add(path: str, name: str, theirs: str, ours: str) -> None:
+        if path in shapes:
+            axes = dict(zip(ours.split(), shapes[path], strict=True))
+            sizes.update({f"{path}.{axis}": size for axis, size in axes.items()})
+            left, right = (" ".join(f"{path}.{axis}" for axis in side.split()) for side in (theirs, ours))
+            found.append(Entry(path, name, f"{left} -> {right}"))
+
+    for path, conv, norm in _convolutions(config, names):
+        add(f"{path}/conv/kernel", f"{conv}.weight", "O I H W", "H W I O")
+        for own, theirs in _NORM.items():
+            add(f"{path}/norm/{own}", f"{norm}.{theirs}", "C", "C")
+    add("head/kernel", f"{_HEADS[names]}.weight", "O I", "I O")
+    add("head/bias", f"{_HEADS[names]}.bias", "O", "O")
+    return tuple(found), sizes
+
+
+def shapes_of(config: ResNetConfig, schema: ImageSchema) -> dict[str, tuple[int, ...]]:
+    """Path -> shape of the parameters and running means of a model."""
+    state = nnx.to_flat_state(nnx.state(counts.abstract(ResNet, config, schema), (nnx.Param, nnx.BatchStat)))
+    return {"/".join(map(str, path)): variable.get_value().shape for path, variable in state}
+
+
+def open_folder(folder: pathlib.Path, config: ResNetConfig, schema: ImageSchema) -> Trained:
+    """A ResNet of others as something to begin with; arrays are read when they are indexed.
+
+    Its head may be for other classes: `surgery.heads.NewHead` begins with all but that.
+
+    Args:
+      folder: Has model.safetensors, or shards with an index.
+      config: What it must be.
+      schema: Of the pictures.
+
+    Raises:
+      UserError: the folder is damaged, or holds another model; says in what.
+    """
+    tensors = safetensors.open_folder(folder)
+    names: Names = "torchvision" if f"{_STEMS['torchvision'][0]}.weight" in tensors else "huggingface"
+    if names == "huggingface":
+        _check_same(config, read_config(folder / CONFIG), folder)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{_STEPS}")}
+    shapes = shapes_of(config, schema)
+    head = tensors.get(f"{_HEADS[names]}.weight")
+    if head is not None and len(head.shape) == 2:
+        shapes |= {"head/kernel": head.shape[::-1], "head/bias": head.shape[:1]}
+    entries, sizes = table(config, shapes, names)
+    mapping.check(entries, sizes, 0, tensors, str(folder))
+    source = TensorSource({entry.path: entry for entry in entries}, sizes, tensors)
+
+    def array(path: str) -> LazyArray:
+        return LazyArray(shapes[path], source.dtype(path), lambda index: source.read(path, None)[index])
+
+    arrays = {entry.path: array(entry.path) for entry in entries}
+    means = {path for path in arrays if path.endswith(("/mean", "/variance"))}
+    return Trained(
+        params={path: a for path, a in arrays.items() if path not in means},
+        variables={path: arrays[path] for path in means},
+        step=0,
+        origin=f"folder {folder}",
+    )
+
+
+def write_folder(
+    folder: pathlib.Path,
+    config: ResNetConfig,
+    schema: ImageSchema,
+    arrays: Mapping[str, AnyArray],
+    names: Names = "huggingface",
+) -> None:
+    """Writes a ResNet as others read it, with config.json and preprocessor_config.json for Hugging Face.
+
+    Args:
+      folder: Is not there yet, or is empty.
+      config: Its architecture.
+      schema: Of its pictures.
+      arrays: Parameters and running means by path.
+      names: Whose.
+
+    Raises:
+      UserError: the library has no such net, a value is not finite, or the disk refuses.
+    """
+    if names == "huggingface" and (config.stem != "imagenet" or config.shortcut != "projection"):
+        raise UserError(
+            f"ResNet with stem {config.stem!r} and shortcut {config.shortcut!r}: transformers has only stem 'imagenet' "
+            "with shortcut 'projection'. Train one of these (SIZES['resnet18']), or use the run folder as it is."
+        )
+    entries, sizes = table(config, {path: tuple(a.shape) for path, a in arrays.items()}, names)
+    named = {entry.name: entry for entry in entries}
+    steps = [f"{norm}.{_STEPS}" for path, _, norm in _convolutions(config, names) if f"{path}/norm/mean" in arrays]
+
+    def produce(name: str) -> np.ndarray:
+        if name not in named:
+            return np.zeros((), np.int64)
+        array = np.asarray(arrays[named[name].path][...])
+        mapping.check_finite(array, named[name].path)
+        return named[name].to_tensor(array, sizes)
+
+    tensors = tuple(
+        itertools.chain(
+            (Written(e.name, np.dtype(arrays[e.path].dtype), e.tensor_shape(sizes)) for e in entries),
+            (Written(name, np.dtype(np.int64), ()) for name in steps),
+        )
+    )
+    with disk.appearing(folder) as made:
+        safetensors.write_folder(made, tensors, produce)
+        if names == "huggingface":
+            dtype = str(arrays["stem/conv/kernel"].dtype)
+            disk.write_json(made / CONFIG, config_json(config, schema) | {"dtype": dtype})
+            disk.write_json(made / PREPROCESSOR, _preprocessor(schema))
+
+
+def read_config(where: pathlib.Path) -> ResNetConfig:
+    """The architecture that a config.json of Hugging Face says.
+
+    Raises:
+      UserError: it cannot be read, is of no ResNet, or of one that cannot be had here.
+    """
+    try:
+        content: Any = json_reading.read(where)
+        kind = content.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{where}: cannot be read as a JSON object: {error}. Copy the file anew.") from error
+    if kind != "resnet":
+        raise UserError(f"{where}: model_type must be 'resnet'; got {kind!r}. Give the folder of a {_MODEL}.")
+    only = {"hidden_act": "relu", "downsample_in_first_stage": False, "downsample_in_bottleneck": False}
+    for name, known in only.items():
+        if content.get(name, known) != known:
+            raise UserError(f"{where}: {name} must be {known!r}; got {content[name]!r}, which is not known here.")
+    block = content.get("layer_type", "bottleneck")
+    try:
+        sizes, depths = tuple(content["hidden_sizes"]), tuple(content["depths"])
+        widths = tuple(size // EXPANSION for size in sizes) if block == "bottleneck" else sizes
+        same = content["embedding_size"] == widths[0]
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{where}: lacks hidden_sizes, depths or embedding_size: {error}. Copy the file anew."
+        ) from error
+    if not same:
+        raise UserError(
+            f"{where}: embedding_size must be {widths[0]}, the width of the first stage; got "
+            f"{content['embedding_size']}, which is not known here."
+        )
+    return ResNetConfig(stem="imagenet", block=block, depths=depths, widths=widths)
+
+
+def config_json(config: ResNetConfig, schema: ImageSchema) -> dict[str, object]:
+    """The content of config.json: the inverse of `read_config`, with the names of the classes."""
+    wider = EXPANSION if config.block == "bottleneck" else 1
+    return {
+        "architectures": [_MODEL],
+        "model_type": "resnet",
+        "num_channels": schema.channels,
+        "embedding_size": config.widths[0],
+        "hidden_sizes": [wider * width for width in config.widths],
+        "depths": list(config.depths),
+        "layer_type": config.block,
+        "hidden_act": "relu",
+        "downsample_in_first_stage": False,
+        "downsample_in_bottleneck": False,
+        "id2label": {str(number): name for number, name in enumerate(schema.classes)},
+        "label2id": {name: number for number, name in enumerate(schema.classes)},
+    }
+
+
+def _preprocessor(schema: ImageSchema) -> dict[str, object]:
+    """What makes of pixels what the network gets, for a processor of transformers."""
+    whole = 255 if schema.dtype == "uint8" else 1
+    size = {"height": schema.height, "width": schema.width}
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": size,
+        "resample": 2,
+        "do_rescale": whole != 1,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [value / whole for value in schema.mean],
+        "image_std": [value / whole for value in schema.std],
+    }
+
+
+def _check_same(wanted: ResNetConfig, found: ResNetConfig, folder: pathlib.Path) -> None:
+    found = dataclasses.replace(found, learning=wanted.learning)
+    different = [f.name for f in dataclasses.fields(wanted) if getattr(wanted, f.name) != getattr(found, f.name)]
+    if different:
+        said = "; ".join(f"{n} is {getattr(found, n)!r} there and {getattr(wanted, n)!r} here" for n in different)
+        sets = " ".join(f"--set model.{name}={_plain(getattr(found, name))}" for name in different)
+        raise UserError(f"{folder} holds another ResNet: {said}. Set what it is: {sets}.")
+
+
+def _plain(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
