@@ -42,6 +42,7 @@ LEARNS = {
     "supernet": ("test_accuracy", "above", 0.8),  # at random: 0.5
     "pruner": ("test_loss", "below", 0.45),  # the mean of the values: 0.63
     "preferences": ("test_agreement", "above", 0.7),  # at random: 0.5
+    "mixer": ("test_accuracy", "above", 0.6),  # at random: 0.25
 }
 STRATEGIES = {"implicit": Fsdp(), "explicit": Fsdp(form="explicit"), "ddp": Ddp()}
 
@@ -217,7 +218,7 @@ QUICK = {
     # All forms where a loss has collectives or rows of its own; elsewhere at least the explicit one.
     **dict.fromkeys(("pair", "soft_targets"), ("implicit", "explicit", "ddp")),
     **dict.fromkeys(("segmenter", "detector", "supernet"), ("implicit", "explicit")),
-    **dict.fromkeys(("inversion", "pruner", "preferences"), ("explicit",)),
+    **dict.fromkeys(("inversion", "pruner", "preferences", "mixer"), ("explicit",)),
     "diffusion": ("implicit",),
 }
 FORMS = [
