@@ -23,7 +23,7 @@ from scalejax.train import loop, self_distillation
 from scalejax.train.batch import Batch
 from scalejax.train.batches import convert
 from scalejax.train.checkpoints.checkpoint import Checkpointer
-from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Precision
+from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Gradients, Precision
 from scalejax.train.runs.run import Run
 from scalejax.train.self_distillation import CrossEntropy, Dlb, Sam, Smc
 
@@ -298,6 +298,17 @@ def test_a_run_that_is_resumed_has_the_same_bits(name, tmp_path):
         jax.tree.map(
             np.testing.assert_array_equal, *(jax.tree.map(np.asarray, getattr(s, field)) for s in (found, wanted))
         )
+
+
+@pytest.mark.filterwarnings("ignore:.*microbatch")
+def test_parts_of_a_batch_keep_the_soft_labels_of_their_own_examples():
+    run = bound(recipe(Smc(), gradients=Gradients(microbatch=3)))  # 8 examples in parts of 2
+    state = run.program.init()
+    batch = next(run.program.task.train_batches(run.data, run.mesh, 0))
+    model = run.program.model.merge(*(jax.tree.map(jnp.asarray, x) for x in (state.params, state.variables)))
+    wanted = [model(jnp.asarray(batch["ahead1_images"][i : i + 2]), "training") for i in range(0, ROWS, 2)]
+    _, state = train(run, state, 1)
+    np.testing.assert_allclose(state.variables["soft_labels"][:, 0], np.concatenate(wanted), atol=1e-5)
 
 
 def test_the_means_that_evaluation_reads_are_those_of_the_teacher():
