@@ -24,9 +24,15 @@ if TYPE_CHECKING:
     from scalejax.data.examples.memory import from_columns as from_columns
     from scalejax.data.examples.schema import Categorical as Categorical
     from scalejax.data.examples.schema import Schema as Schema
+    from scalejax.data.images.augment import Augment as Augment
     from scalejax.data.images.codebook import PatchCodebook as PatchCodebook
+    from scalejax.data.images.labelled import LabelledImages as LabelledImages
+    from scalejax.data.images.labelled import LabelNoise as LabelNoise
+    from scalejax.data.images.nuclei import NucleiTiles as NucleiTiles
+    from scalejax.data.images.schema import ImageSchema as ImageSchema
     from scalejax.data.images.sources import Digits as Digits
     from scalejax.data.images.sources import FashionMnist as FashionMnist
+    from scalejax.data.images.sources import IdxFolder as IdxFolder
     from scalejax.data.images.sources import ImageFolder as ImageFolder
     from scalejax.data.images.two_modality import TwoModalityData as TwoModalityData
     from scalejax.data.sessions.dataset import SessionData as SessionData
@@ -54,6 +60,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ArrowData": "tables.arrow",
+    "Augment": "images.augment",
     "AvazuData": "click_logs.avazu",
     "ClickBatch": "examples.batch",
     "BatchedDataSet": "examples.dataset",
@@ -74,11 +81,16 @@ _HOMES = {
     "Fractions": "splits",
     "Hashed": "examples.coding",
     "HuggingFaceTokenizer": "text.huggingface_tokenizer",
+    "IdxFolder": "images.sources",
     "ImageFolder": "images.sources",
+    "ImageSchema": "images.schema",
     "KeyedJagged": "examples.jagged",
+    "LabelNoise": "images.labelled",
+    "LabelledImages": "images.labelled",
     "MixtureData": "text.mixture",
     "ModalityMap": "text.modalities",
     "MovielensData": "click_logs.movielens",
+    "NucleiTiles": "images.nuclei",
     "ParquetData": "tables.parquet",
     "PatchCodebook": "images.codebook",
     "Schema": "examples.schema",

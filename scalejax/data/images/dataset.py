@@ -9,6 +9,7 @@ from scalejax.data.arrays import ArrayDataSet, Arrays
 from scalejax.data.images.augment import Augment
 from scalejax.data.images.schema import ImageSchema
 from scalejax.data.reading import check_start, share
+from scalejax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,16 +31,20 @@ class View:
 class ImageDataSet(ArrayDataSet):
     """Pictures and what belongs to them.
 
-    Arrays have the names that `Augment` knows: "images" [N, H, W, C], "masks" [N, H, W], "points" [N, objects, K, 2];
+    Arrays have the names that `augment` knows: "images" [N, H, W, C], "masks" [N, H, W], "points" [N, objects, K, 2];
     others ("labels", "cases") are left as they are. What an example of the training stream looks like follows from the
     seed, its number in the stream and the channel alone: it is the same after a resume and for any number of processes.
 
     Args:
       splits: See `ArrayDataSet`.
       batch_size: Global.
-      schema: Of the pictures.
+      schema: Of the pictures, as batches have them; those of the training split are larger where `augment` cuts a
+        window out of them.
       augment: Of training batches.
       seed: Of the order and of the augmentations.
+
+    Raises:
+      UserError: what a split gives has another shape or dtype than the schema says.
     """
 
     schema: ImageSchema
@@ -55,6 +60,15 @@ class ImageDataSet(ArrayDataSet):
     ) -> None:
         super().__init__(splits, batch_size=batch_size, seed=seed, schema=schema)
         self.augment = augment
+        for split, arrays in self.splits.items():
+            images = arrays["images"]
+            size = augment.shown(*images.shape[1:3]) if split == "train" else images.shape[1:3]
+            if (*size, *images.shape[3:]) != schema.shape or images.dtype != schema.dtype:
+                raise UserError(
+                    f"ImageDataSet: images of split {split!r} must be {schema.dtype}{list(schema.shape)}, as the "
+                    f"schema says; got {images.dtype}{[*size, *images.shape[3:]]}. Give all splits one size, such as "
+                    "`size=` of a config."
+                )
 
     def fingerprint(self) -> str:
         """Of all arrays, the order and the augmentations."""

@@ -1,0 +1,188 @@
+"""Pictures in files: PNG, JPEG and TIFF, read by Pillow."""
+
+import dataclasses
+import importlib
+import pathlib
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from scalejax.errors import UserError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
+
+
+def library(module: str, package: str, what: str) -> Any:
+    """A module of a library that the package can do without.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{what} needs the library {package}, which is not installed: pip install {package}, or all that read "
+            "pictures: pip install 'scalejax[images]'."
+        ) from error
+
+
+def read_picture(path: pathlib.Path, *, masks: bool = False) -> np.ndarray:
+    """The pixels of a file, as it has them.
+
+    Args:
+      path: A PNG, JPEG or TIFF; of a TIFF the only page.
+      masks: Whether pixels are numbers of classes: those of a palette stay numbers, and colours are refused.
+    Returns:
+      uint8, uint16, int32 or float32 [H, W] where it is grey, uint8[H, W, 3] where it has colours; transparency is left
+      out, and a photograph stands as its camera was held.
+    Raises:
+      UserError: it cannot be read, is damaged, or has several pages.
+    """
+    image_module = library("PIL.Image", "Pillow", f"reading {path}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of far too many pixels, and of damaged tags
+            with image_module.open(path) as image:
+                pages = getattr(image, "n_frames", 1)
+                image.load()
+                if masks:
+                    shown = image
+                else:
+                    shown = importlib.import_module("PIL.ImageOps").exif_transpose(image)
+                    plain = {"1": "L", "LA": "L", "La": "L"}.get(shown.mode)
+                    if plain or (shown.mode not in ("L", "RGB", "I", "F") and not shown.mode.startswith("I;16")):
+                        shown = shown.convert(plain or "RGB")
+                pixels = np.array(shown)
+    except Exception as error:  # Pillow has several of its own, for damaged files and for far too large ones
+        raise UserError(
+            f"{path} is no picture that can be read ({str(error) or type(error).__name__}). Copy or write it again; "
+            f"files are {', '.join(SUFFIXES)}."
+        ) from error
+    if pages > 1:
+        raise UserError(f"{path} has {pages} pages. Write each as a file of its own, or a volume as NIfTI (.nii.gz).")
+    if masks and pixels.ndim != 2:
+        raise UserError(
+            f"{path} has {pixels.shape[2]} colours; a mask has one number a pixel, that of its class. Write it as a "
+            "grey picture of 8 bits."
+        )
+    if pixels.dtype.kind == "b":
+        pixels = pixels.astype(np.uint8)
+    return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
+
+
+def resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """uint8 or float32[H, W, C] scaled to (height, width) by Pillow, bilinear, antialiased where it gets smaller."""
+    image_module = library("PIL.Image", "Pillow", f"data.size={size[0]},{size[1]}")
+    if pixels.shape[:2] == size:
+        return pixels
+    planes = [
+        np.array(image_module.fromarray(np.ascontiguousarray(pixels[..., c])).resize(size[::-1], image_module.BILINEAR))
+        for c in range(pixels.shape[2])
+    ]
+    return np.stack(planes, -1)
+
+
+def windowed(pixels: np.ndarray, window: tuple[float, float] | None, path: object) -> np.ndarray:
+    """Pixels as they are stored: uint8 as they are, all others float32, cut to the window.
+
+    Raises:
+      UserError: they are not 8 bits and there is no window, the window is empty, or a pixel is no number.
+    """
+    if window is None:
+        if pixels.dtype == np.uint8:
+            return pixels
+        low, high = (f"{value:g}" for value in (np.min(pixels), np.max(pixels)))
+        raise UserError(
+            f"{path} has pixels of {pixels.dtype} from {low} to {high}, of which a window must be chosen: the "
+            f"smallest and the largest value that is kept, for example --set data.window={low},{high}."
+        )
+    if not window[0] < window[1]:
+        raise UserError(f"data.window must be a smaller and a larger value; got {window[0]},{window[1]}.")
+    check_finite(pixels, path)
+    return pixels.astype(np.float32).clip(np.float32(window[0]), np.float32(window[1]))
+
+
+def stamp(source: object) -> tuple[object, ...]:
+    """Changes if a file of a source with a `path` does: their names, sizes and times."""
+    path = pathlib.Path(getattr(source, "path", ""))
+    found = [path, *path.rglob("*")] if hasattr(source, "path") else []
+    return tuple((str(file), s.st_size, s.st_mtime_ns) for file in found if file.is_file() and (s := file.stat()))
+
+
+def check_finite(pixels: np.ndarray, path: object) -> None:
+    """Refuses NaN and infinities."""
+    if pixels.dtype.kind == "f" and not (finite := np.isfinite(pixels)).all():
+        raise UserError(
+            f"{path} has {int((~finite).sum()):,} pixels that are NaN or infinite, the first at "
+            f"{np.argwhere(~finite)[0].tolist()}. Write a number there, such as the smallest of the file."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """How pictures of any kind become those of one data set, uint8 or float32 [H, W, C].
+
+    Attributes:
+      size: (height, width), see `resized`; None = they must have one.
+      channels: 1 = colours become grey (as ITU-R 601-2 weighs them), 3 = grey becomes three equal colours; None = they
+        must have one number of them.
+      window: See `windowed`.
+    """
+
+    size: tuple[int, int] | None = None
+    channels: int | None = None
+    window: tuple[float, float] | None = None
+
+    def __call__(self, pixels: np.ndarray, path: object) -> np.ndarray:
+        """number[H, W] or [H, W, C] of a file."""
+        pixels = windowed(pixels if pixels.ndim == 3 else pixels[..., None], self.window, path)
+        if self.channels not in (None, pixels.shape[2]):
+            if (self.channels, pixels.shape[2]) == (1, 3):
+                grey = pixels.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
+                pixels = (np.rint(grey) if pixels.dtype == np.uint8 else grey).astype(pixels.dtype)[..., None]
+            elif (self.channels, pixels.shape[2]) == (3, 1):
+                pixels = pixels.repeat(3, axis=2)
+            else:
+                raise UserError(
+                    f"data.channels={self.channels}: {path} has {pixels.shape[2]}. Grey pictures become three equal "
+                    "colours (3) and colours grey (1); nothing else is made."
+                )
+        return pixels if self.size is None else resized(pixels, self.size)
+
+    def all(self, images: np.ndarray, path: object) -> np.ndarray:
+        """number[N, H, W] or [N, H, W, C] of an array."""
+        whole = images if images.ndim == 4 else images[..., None]
+        if self.size in (None, whole.shape[1:3]) and self.channels in (None, whole.shape[3]):
+            return windowed(whole, self.window, path)
+        return self.stack((image, path) for image in images)
+
+    def stack(self, pictures: Iterable[tuple[np.ndarray, object]]) -> np.ndarray:
+        """All pictures of a data set, each with where it is from: [N, H, W, C].
+
+        Raises:
+          UserError: they differ in size, channels or dtype.
+        """
+        found: list[np.ndarray] = []
+        first: object = None
+        for pixels, path in pictures:
+            picture = self(pixels, path)
+            first = path if not found else first
+            if found and picture.shape != found[0].shape:
+                (h, w, c), (wanted_h, wanted_w, wanted_c) = picture.shape, found[0].shape
+                change = (
+                    f"size={wanted_h},{wanted_w}" if c == wanted_c else "channels=1 (grey) or --set data.channels=3"
+                )
+                raise UserError(
+                    f"{path} has {h} x {w} pixels and {c} channel(s), {first} has {wanted_h} x {wanted_w} and "
+                    f"{wanted_c}. All must be alike: --set data.{change} makes them so."
+                )
+            if found and picture.dtype != found[0].dtype:
+                raise UserError(
+                    f"{path} has pixels of {pixels.dtype}, {first} has such of 8 bits. Give a window for all of them: "
+                    "--set data.window=LOW,HIGH."
+                )
+            found.append(picture)
+        return np.stack(found)
