@@ -8,7 +8,6 @@ that of the recipe, and preprocessor_config.json how pixels are standardised.
 """
 
 import dataclasses
-import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -32,7 +31,7 @@ Names = Literal["huggingface", "torchvision"]
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 _MODEL = "ResNetForImageClassification"
-_STEPS = "num_batches_tracked"
+_COUNTER = "num_batches_tracked"
 """How many batches a norm of PyTorch has seen, which nothing here asks for."""
 
 _STEMS = {
@@ -115,7 +114,7 @@ def open_folder(folder: pathlib.Path, config: ResNetConfig, schema: ImageSchema)
     names: Names = "torchvision" if f"{_STEMS['torchvision'][0]}.weight" in tensors else "huggingface"
     if names == "huggingface":
         _check_same(config, read_config(folder / CONFIG), folder)
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{_STEPS}")}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{_COUNTER}")}
     shapes = shapes_of(config, schema)
     head = tensors.get(f"{_HEADS[names]}.weight")
     if head is not None and len(head.shape) == 2:
@@ -135,6 +134,12 @@ def open_folder(folder: pathlib.Path, config: ResNetConfig, schema: ImageSchema)
         step=0,
         origin=f"folder {folder}",
     )
+
+
+def renamed(config: ResNetConfig, arrays: Mapping[str, AnyArray], names: Names) -> dict[str, np.ndarray]:
+    """Arrays by path of ours as tensors by the names of others."""
+    entries, sizes = table(config, {path: tuple(a.shape) for path, a in arrays.items()}, names)
+    return {entry.name: entry.to_tensor(np.asarray(arrays[entry.path][...]), sizes) for entry in entries}
 
 
 def write_folder(
@@ -163,7 +168,7 @@ def write_folder(
         )
     entries, sizes = table(config, {path: tuple(a.shape) for path, a in arrays.items()}, names)
     named = {entry.name: entry for entry in entries}
-    steps = [f"{norm}.{_STEPS}" for path, _, norm in _convolutions(config, names) if f"{path}/norm/mean" in arrays]
+    counters = [f"{norm}.{_COUNTER}" for path, _, norm in _convolutions(config, names) if f"{path}/norm/mean" in arrays]
 
     def produce(name: str) -> np.ndarray:
         if name not in named:
@@ -172,14 +177,10 @@ def write_folder(
         mapping.check_finite(array, named[name].path)
         return named[name].to_tensor(array, sizes)
 
-    tensors = tuple(
-        itertools.chain(
-            (Written(e.name, np.dtype(arrays[e.path].dtype), e.tensor_shape(sizes)) for e in entries),
-            (Written(name, np.dtype(np.int64), ()) for name in steps),
-        )
-    )
+    tensors = [Written(e.name, np.dtype(arrays[e.path].dtype), e.tensor_shape(sizes)) for e in entries]
+    tensors += [Written(name, np.dtype(np.int64), ()) for name in counters]
     with disk.appearing(folder) as made:
-        safetensors.write_folder(made, tensors, produce)
+        safetensors.write_folder(made, tuple(tensors), produce)
         if names == "huggingface":
             dtype = str(arrays["stem/conv/kernel"].dtype)
             disk.write_json(made / CONFIG, config_json(config, schema) | {"dtype": dtype})
