@@ -18,3 +18,9 @@ def experiment(
         checkpoints=Checkpoints(every=every),
         log_every=10,
     )
+
+
+def sgd(*, peak: float, weight_decay: float = 5e-4, warmup: float = 0.0) -> optim.Sgd:
+    """SGD with momentum 0.9 and a cosine down to 0."""
+    schedule = optim.WarmupCosine(peak=peak, warmup=warmup, final=0.0)
+    return optim.Sgd(learning_rate=schedule, momentum=0.9, weight_decay=weight_decay)

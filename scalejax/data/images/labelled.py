@@ -95,6 +95,7 @@ class LabelledImages:
             std=std,
             classes=parts.names,
             window=self.window,
+            batch_size=self.batch_size,
         )
 
     def build(self) -> ImageDataSet:
