@@ -22,7 +22,7 @@ import pathlib
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -89,7 +89,7 @@ def train(learning: AnyLearning, rate: float, noise: float, seed: int) -> dict[s
             seconds += time.process_time() - begun if step > 1 else 0.0
             if step % EVERY == 0:
                 for split, values in found.items():
-                    values.append(round(float(run.score(state, split)["accuracy"]), 4))
+                    values.append(round(cast(float, run.score(state, split)[f"{split}_accuracy"]), 4))
     return {**found, "cpu_s_per_step": seconds / (experiment.steps - 1)}
 
 
