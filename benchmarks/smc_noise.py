@@ -3,8 +3,8 @@
 python benchmarks/smc_noise.py tune --json FILE             # each method's setting by noise, on a seed not used again
 python benchmarks/smc_noise.py run --json FILE > table.md
 
-All runs are the recipe `smc-fashion` with another `model.learning`, rate and noise: the bundled 4,000 training pictures,
-of which 400 validate, and 1,000 test pictures. Labels of training and validation are wrong at the stated rate, those of
+All runs are the recipe `smc-fashion` with another `model.learning`, rate and noise: of the bundled 4,000 training
+pictures 400 validate, beside 1,000 test pictures. Labels of training and validation are wrong at the stated rate, those of
 the test never. A seed draws parameters, order, crops and wrong labels anew, the same for every method. Settings are
 chosen by validation accuracy at the end of a run, four trials a method and noise. FILE keeps runs as they come, and
 those that it holds are not made again.
@@ -22,7 +22,7 @@ import pathlib
 import statistics
 import sys
 import time
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ import numpy as np
 from scalejax import configs, optim
 from scalejax.bench import machine
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train.runs import binding
+from scalejax.train.runs import binding, scoring
 from scalejax.train.runs.run import Run
 from scalejax.train.self_distillation import AnyLearning, CrossEntropy, Dlb, Sam, Smc
 
@@ -89,7 +89,8 @@ def train(learning: AnyLearning, rate: float, noise: float, seed: int) -> dict[s
             seconds += time.process_time() - begun if step > 1 else 0.0
             if step % EVERY == 0:
                 for split, values in found.items():
-                    values.append(round(cast(float, run.score(state, split)[f"{split}_accuracy"]), 4))
+                    batches = program.task.eval_batches(run.data, program.mesh, split)
+                    values.append(round(scoring.score(program, state, batches).measure()["accuracy"], 4))
     return {**found, "cpu_s_per_step": seconds / (experiment.steps - 1)}
 
 
