@@ -4,8 +4,8 @@ python benchmarks/smc_noise.py tune --json FILE             # each method's sett
 python benchmarks/smc_noise.py run --json FILE > table.md
 
 All runs are the recipe `smc-fashion` with another `model.learning`, rate and noise: of the bundled 4,000 training
-pictures 400 validate, beside 1,000 test pictures. Labels of training and validation are wrong at the stated rate, those of
-the test never. A seed draws parameters, order, crops and wrong labels anew, the same for every method. Settings are
+pictures 400 validate, beside 1,000 test pictures. Labels of training and validation are wrong at the stated rate, those
+of the test never. A seed draws parameters, order, crops and wrong labels anew, the same for every method. Settings are
 chosen by validation accuracy at the end of a run, four trials a method and noise. FILE keeps runs as they come, and
 those that it holds are not made again.
 
