@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from scalejax import compat
 from scalejax.nn.linear import wide
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
-from scalejax.parallel.mesh import BATCH_AXES
+from scalejax.parallel.mesh import manual_batch_axes
 
 if TYPE_CHECKING:
     from jax import Array
@@ -178,6 +178,5 @@ def _like(of_features: jax.Array, x: jax.Array) -> jax.Array:
 
 def _over_data(mean: jax.Array) -> jax.Array:
     """Means of equally many examples, averaged over the data axes that are manual here."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    axes = tuple(axis for axis in BATCH_AXES if axis in manual)
+    axes = manual_batch_axes()
     return jax.lax.pmean(mean, axes) if axes else mean

@@ -126,6 +126,21 @@ def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
+def manual_batch_axes() -> tuple[str, ...]:
+    """The batch axes that are manual here, as in the explicit form of a step: a device sees its own examples alone."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in BATCH_AXES if axis in manual)
+
+
+def sum_over_batch(total: jax.Array) -> jax.Array:
+    """A sum over the examples here made one over the global batch.
+
+    Where the batch axes are manual it is summed over them; where they are automatic the compiler already does so.
+    """
+    axes = manual_batch_axes()
+    return jax.lax.psum(total, axes) if axes else total
+
+
 def fewest_parts(rows: int, most: int) -> int:
     """Into how many equal parts the rows of a device are cut, so that each has at most `most`: the fewest that divide.
 

@@ -32,7 +32,7 @@ from flax import nnx
 
 from scalejax.data.images.dataset import View
 from scalejax.errors import UserError
-from scalejax.parallel.mesh import BATCH_AXES
+from scalejax.parallel.mesh import sum_over_batch
 from scalejax.train.batch import Batch
 
 QUEUE = "soft_labels"
@@ -226,7 +226,7 @@ class Sam:
 
         slope, moved = jax.grad(first, has_aux=True)(jax.lax.stop_gradient(params))
         # Whatever the weight of the batch, it does not change the direction.
-        slope = jax.tree.map(_over_data, slope)
+        slope = jax.tree.map(sum_over_batch, slope)
         length = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(slope)))
         step = self.radius / jnp.maximum(length, 1e-12)
         there = jax.tree.map(lambda w, g: w + jax.lax.stop_gradient(step.astype(w.dtype) * g), params, slope)
@@ -253,13 +253,6 @@ def distance(waiting: jax.Array, logits: jax.Array, temperature: float) -> jax.A
 def _begun(batch: Batch) -> jax.Array:
     assert batch.progress is not None, "a batch that is trained has its progress"
     return batch.progress > 0
-
-
-def _over_data(x: jax.Array) -> jax.Array:
-    """The sum over the data axes that are manual here, as in the explicit form of a step."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    axes = tuple(axis for axis in BATCH_AXES if axis in manual)
-    return jax.lax.psum(x, axes) if axes else x
 
 
 def _check_temperature(what: str, temperature: float) -> None:

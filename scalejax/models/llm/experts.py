@@ -45,7 +45,7 @@ from scalejax.numerics.quantized.weights import StaticWeight
 from scalejax.parallel import expert
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.kernel_sharding import shard_kernel
-from scalejax.parallel.mesh import BATCH_AXES
+from scalejax.parallel.mesh import sum_over_batch
 
 if TYPE_CHECKING:
     from scalejax.models.llm.llama3.config import LlamaConfig
@@ -436,7 +436,7 @@ class ExpertLayers(nnx.Module):
         wide, count, gates = scores.dtype, self.part.count, jax.lax.stop_gradient(gates)
         tokens = real.astype(wide)
         of_experts = dict(zip(OF_EXPERTS, (each.sum(1) for each in (asked, gates, gates**2)), strict=True))
-        total, all_tokens = _over_batch(of_experts["load"].sum(0)), _over_batch(tokens.sum())
+        total, all_tokens = sum_over_batch(of_experts["load"].sum(0)), sum_over_batch(tokens.sum())
         share = jax.lax.stop_gradient(total / jnp.maximum(all_tokens, 1))
         if isinstance(self.part.router, TopK) and self.part.router.bias_rate:
             self.bias[...] += self.part.router.bias_rate * jnp.sign(share.mean() - share)
@@ -696,10 +696,3 @@ def _of_all(
 def _block(choices: int, experts: int) -> int:
     """Rows of a block: a power of 2 up to 128, not above the mean of an expert, so that few places stay empty."""
     return 1 << max(0, min(7, (choices // experts).bit_length() - 1))
-
-
-def _over_batch(total: jax.Array) -> jax.Array:
-    """A sum over the global batch: the compiler's where the batch is cut by it, ours where axes are manual."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    axes = tuple(axis for axis in BATCH_AXES if axis in manual)
-    return jax.lax.psum(total, axes) if axes else total

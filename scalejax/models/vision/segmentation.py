@@ -24,7 +24,7 @@ from scalejax.data.images.schema import ImageSchema
 from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.nn import counts
 from scalejax.numerics.dtypes import Dtypes
-from scalejax.parallel.mesh import BATCH_AXES
+from scalejax.parallel.mesh import sum_over_batch
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import Metric
 from scalejax.train.metrics.segmentation import Surfaces, VolumeDice
@@ -195,7 +195,7 @@ def soft_dice(
     """Soft Dice of each class, float[B, classes], equal for all pictures with dice="batch"; arguments as above."""
     both, either = (probabilities * truth).sum((1, 2)), (probabilities + truth).sum((1, 2))
     if dice == "batch":
-        both, either = (_over_data((sums * weights[:, None]).sum(0))[None] for sums in (both, either))
+        both, either = (sum_over_batch((sums * weights[:, None]).sum(0))[None] for sums in (both, either))
     found = (2 * both + EPS) / (either + EPS)
     return jnp.broadcast_to(found, (len(weights), found.shape[-1]))
 
@@ -228,10 +228,3 @@ def check_labels(masks: np.ndarray, classes: Sequence[str], what: str) -> None:
             f"{what} have the label {masks[tuple(row)]} in picture {row[0]}, and the schema names {len(classes)} "
             f"classes, 0 to {len(classes) - 1}: {', '.join(classes)}. Name all labels in the data's `classes`."
         )
-
-
-def _over_data(sums: jax.Array) -> jax.Array:
-    """Sums over the data axes that are manual here."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    axes = tuple(axis for axis in BATCH_AXES if axis in manual)
-    return jax.lax.psum(sums, axes) if axes else sums
