@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from scalejax.data.images.codebook import PatchCodebook as PatchCodebook
     from scalejax.data.images.labelled import LabelledImages as LabelledImages
     from scalejax.data.images.labelled import LabelNoise as LabelNoise
+    from scalejax.data.images.nnunet import MaskedImages as MaskedImages
+    from scalejax.data.images.nnunet import NnUnetFolder as NnUnetFolder
     from scalejax.data.images.nuclei import NucleiTiles as NucleiTiles
     from scalejax.data.images.schema import ImageSchema as ImageSchema
     from scalejax.data.images.sources import Digits as Digits
@@ -87,9 +89,11 @@ _HOMES = {
     "KeyedJagged": "examples.jagged",
     "LabelNoise": "images.labelled",
     "LabelledImages": "images.labelled",
+    "MaskedImages": "images.nnunet",
     "MixtureData": "text.mixture",
     "ModalityMap": "text.modalities",
     "MovielensData": "click_logs.movielens",
+    "NnUnetFolder": "images.nnunet",
     "NucleiTiles": "images.nuclei",
     "ParquetData": "tables.parquet",
     "PatchCodebook": "images.codebook",

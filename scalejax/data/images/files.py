@@ -1,4 +1,4 @@
-"""Pictures in files: PNG, JPEG and TIFF, read by Pillow."""
+"""Pictures in files: PNG, JPEG, TIFF and BMP, read by Pillow."""
 
 import dataclasses
 import importlib
@@ -11,7 +11,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 
 
 def library(module: str, package: str, what: str) -> Any:
@@ -85,7 +85,9 @@ def resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.stack(planes, -1)
 
 
-def windowed(pixels: np.ndarray, window: tuple[float, float] | None, path: object) -> np.ndarray:
+def windowed(
+    pixels: np.ndarray, window: tuple[float, float] | None, path: object, argument: str = "data.window"
+) -> np.ndarray:
     """Pixels as they are stored: uint8 as they are, all others float32, cut to the window.
 
     Raises:
@@ -97,10 +99,10 @@ def windowed(pixels: np.ndarray, window: tuple[float, float] | None, path: objec
         low, high = (f"{value:g}" for value in (np.min(pixels), np.max(pixels)))
         raise UserError(
             f"{path} has pixels of {pixels.dtype} from {low} to {high}, of which a window must be chosen: the "
-            f"smallest and the largest value that is kept, for example --set data.window={low},{high}."
+            f"smallest and the largest value that is kept, for example --set {argument}={low},{high}."
         )
     if not window[0] < window[1]:
-        raise UserError(f"data.window must be a smaller and a larger value; got {window[0]},{window[1]}.")
+        raise UserError(f"{argument} must be a smaller and a larger value; got {window[0]},{window[1]}.")
     check_finite(pixels, path)
     return pixels.astype(np.float32).clip(np.float32(window[0]), np.float32(window[1]))
 

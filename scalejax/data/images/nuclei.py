@@ -61,7 +61,15 @@ class NucleiTiles:
     def schema(self) -> ImageSchema:
         """Of the tiles."""
         mean, std = moments(nuclei_regions()["train"][0][..., None])
-        return ImageSchema(height=TILE, width=TILE, channels=1, mean=mean, std=std, classes=("background", "nucleus"))
+        return ImageSchema(
+            height=TILE,
+            width=TILE,
+            channels=1,
+            mean=mean,
+            std=std,
+            classes=("background", "nucleus"),
+            batch_size=self.batch_size,
+        )
 
     def build(self) -> ImageDataSet:
         """Cuts them."""

@@ -21,6 +21,7 @@ class ImageSchema:
       classes: Names, by label; of masks with that of the background first.
       window: Smallest and largest value that is kept of what files have (Hounsfield units of CT); what is stored is
         cut to it. None = files are stored as they are.
+      standardized: Whether each channel of each case was brought to mean 0 and standard deviation 1 before.
       batch_size: Examples of a training batch, for what waits from one batch to the next; None = it is not known.
       spacing: Millimetres from one pixel to the next, along H and W; None = they are not known.
     """
@@ -33,6 +34,7 @@ class ImageSchema:
     std: tuple[float, ...]
     classes: tuple[str, ...] = ()
     window: tuple[float, float] | None = None
+    standardized: bool = False
     batch_size: int | None = None
     spacing: tuple[float, float] | None = None
 
@@ -47,5 +49,6 @@ class ImageSchema:
             "data.mean": repr(self.mean),
             "data.std": repr(self.std),
             "data.window": repr(self.window),
+            **({"data.standardized": "by case"} if self.standardized else {}),
             "data.classes": ", ".join(self.classes),
         }

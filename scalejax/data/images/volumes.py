@@ -1,0 +1,198 @@
+"""Volumes in files, NIfTI (nibabel) and series of DICOM (pydicom), turned so that all have their axes alike."""
+
+import dataclasses
+import pathlib
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+
+from scalejax.data import packed_files
+from scalejax.data.images.files import library
+from scalejax.errors import UserError
+
+Axis = Literal["axial", "coronal", "sagittal"]
+_AXES: dict[str, int] = {"sagittal": 0, "coronal": 1, "axial": 2}
+NIFTI = (".nii", ".nii.gz")
+
+
+@dataclasses.dataclass(frozen=True)
+class Volume:
+    """Voxels [I, J, K] counted from left to right, back to front and bottom to top of the patient.
+
+    Axes are those of the file that lie nearest to these: a volume that is oblique in the scanner stays so.
+
+    Attributes:
+      voxels: As the file has them, scaled as it says.
+      affine: float64[4, 4], voxels to millimetres.
+    """
+
+    voxels: np.ndarray
+    affine: np.ndarray
+
+    @property
+    def spacing(self) -> tuple[float, float, float]:
+        """Millimetres from one voxel to the next, along each axis."""
+        i, j, k = np.linalg.norm(self.affine[:3, :3], axis=0).tolist()
+        return i, j, k
+
+    def slices(self, axis: Axis) -> tuple[np.ndarray, tuple[float, float]]:
+        """Pictures [N, H, W] across an axis, in its order, and their spacing along H and W.
+
+        Front (axial) or top is up; the patient's left (or, sagittal, the back) is on the left.
+        """
+        number = _AXES[axis]
+        across, up = (n for n in range(3) if n != number)
+        pictures = np.moveaxis(self.voxels, number, 0).transpose(0, 2, 1)[:, ::-1]
+        return pictures, (self.spacing[up], self.spacing[across])
+
+
+def read_volume(path: pathlib.Path) -> Volume:
+    """A NIfTI file, or a folder of the DICOM files of one series.
+
+    Raises:
+      UserError: it cannot be read, is damaged, or is no volume.
+    """
+    return _read_series(path) if path.is_dir() else _read_nifti(path)
+
+
+def _read_nifti(path: pathlib.Path) -> Volume:
+    nibabel = library("nibabel", "nibabel", f"reading {path}")
+    try:
+        image = nibabel.load(path)
+        shape, kind = image.shape, image.get_data_dtype()
+        # A damaged header may ask for more memory than there is.
+        packed_files.check_ratio(int(np.prod(shape, dtype=float)) * kind.itemsize, path.stat().st_size)
+        voxels = np.array(np.asanyarray(image.dataobj))  # in memory: the file may change
+    except Exception as error:  # nibabel, zlib and numpy each raise their own for a damaged file
+        raise UserError(
+            f"{path} is no NIfTI file that can be read ({str(error) or type(error).__name__}). Copy or write it again."
+        ) from error
+    if voxels.dtype.kind not in "iuf":
+        raise UserError(f"{path} has voxels of {voxels.dtype}. Write numbers, one a voxel.")
+    if voxels.ndim > 3 and set(voxels.shape[3:]) == {1}:
+        voxels = voxels.reshape(voxels.shape[:3])
+    if voxels.ndim == 2:
+        voxels = voxels[..., None]
+    if voxels.ndim != 3 or not voxels.size:
+        raise UserError(
+            f"{path} has voxels {list(voxels.shape)}, not those of one volume. Write each channel or time as a file of "
+            "its own (ID_0000, ID_0001, ...)."
+        )
+    return _canonical(nibabel, voxels, image.affine, path)
+
+
+def _read_series(path: pathlib.Path) -> Volume:
+    nibabel = library("nibabel", "nibabel", f"reading {path}")
+    found = [_read_dicom(file) for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith(".")]
+    if not found:
+        raise UserError(f"{path} has no files. Put the DICOM files of one series into it.")
+    series = {str(dicom.get("SeriesInstanceUID")) for dicom, _ in found}
+    if len(series) > 1:
+        raise UserError(f"{path} has files of {len(series)} series. Give each series a folder of its own.")
+    geometry = {(d.get("Rows"), d.get("Columns"), str(_spacing(d)), str(_directions(d))) for d, _ in found}
+    if len(geometry) > 1:
+        raise UserError(
+            f"{path} has slices of {len(geometry)} sizes, spacings or directions: {sorted(map(str, geometry))[:2]}. "
+            "Keep those of one stack."
+        )
+    first = found[0][0]
+    row_spacing, column_spacing = _spacing(first)
+    right, down = np.split(_directions(first), 2)
+    normal = np.cross(right, down)
+    positions = np.array([[float(x) for x in d.get("ImagePositionPatient", (0, 0, 0))] for d, _ in found])
+    heights = positions @ normal
+    order = np.argsort(heights, kind="stable")
+    steps = np.diff(heights[order])
+    if len(found) > 1 and (steps.min() < 1e-3 or steps.max() > 1.05 * steps.min()):
+        raise UserError(
+            f"{path}: its {len(found)} slices lie {steps.min():.3g} to {steps.max():.3g} mm apart; they must be evenly "
+            "spaced. Add the files that are missing, or remove those of another stack or of a second time."
+        )
+    thickness = steps.mean() if len(found) > 1 else float(first.get("SliceThickness") or 1.0)
+    voxels = np.stack([found[n][1].T for n in order], -1)  # columns, rows, slices
+    affine = np.eye(4)
+    affine[:3, 0], affine[:3, 1] = right * column_spacing, down * row_spacing
+    affine[:3, 2], affine[:3, 3] = normal * thickness, positions[order[0]]
+    affine[:2] *= -1  # DICOM counts towards the patient's left and back
+    return _canonical(nibabel, voxels, affine, path)
+
+
+def _read_dicom(path: pathlib.Path) -> tuple[Any, np.ndarray]:
+    """A file and its pixels [rows, columns] in units that it names, such as Hounsfield units."""
+    pydicom = library("pydicom", "pydicom", f"reading {path}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of values that are not as the standard wants them
+            dicom = pydicom.dcmread(path)
+            pixels = np.array(dicom.pixel_array)
+            slope, intercept = (float(dicom.get(f"Rescale{name}", d)) for name, d in (("Slope", 1), ("Intercept", 0)))
+    except Exception as error:  # pydicom has several of its own, also for what it has no decoder for
+        raise UserError(
+            f"{path} is no DICOM file that can be read ({str(error) or type(error).__name__}). Copy it again; if it is "
+            "compressed, write it as explicit little endian."
+        ) from error
+    if pixels.ndim != 2 or dicom.get("PhotometricInterpretation") != "MONOCHROME2":
+        raise UserError(
+            f"{path} has pixels {list(pixels.shape)}, {dicom.get('PhotometricInterpretation')}; one grey slice a file "
+            "(MONOCHROME2) can be read. Convert it to NIfTI."
+        )
+    if (slope, intercept) != (1.0, 0.0):
+        pixels = pixels * slope + intercept
+    return dicom, pixels
+
+
+def _spacing(dicom: Any) -> tuple[float, float]:
+    rows, columns = dicom.get("PixelSpacing") or dicom.get("ImagerPixelSpacing") or (1.0, 1.0)
+    return float(rows), float(columns)
+
+
+def _directions(dicom: Any) -> np.ndarray:
+    return np.array([float(x) for x in dicom.get("ImageOrientationPatient") or (1, 0, 0, 0, 1, 0)])
+
+
+def _canonical(nibabel: Any, voxels: np.ndarray, affine: np.ndarray, path: pathlib.Path) -> Volume:
+    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
+        raise UserError(
+            f"{path} does not say where its voxels lie: its affine is {affine[:3].tolist()}. Write it with that of the "
+            "scan."
+        )
+    orientation = nibabel.orientations.io_orientation(affine)
+    turned = nibabel.orientations.apply_orientation(voxels, orientation)
+    back = nibabel.orientations.inv_ornt_aff(orientation, voxels.shape)
+    return Volume(np.ascontiguousarray(turned), affine @ back)
+
+
+def resampled(
+    pictures: np.ndarray, spacing: tuple[float, float], wanted: tuple[float, float], *, masks: bool
+) -> np.ndarray:
+    """[N, H, W] of a spacing at another, the corners of their areas being kept: linear (float32), or the nearest."""
+    ratios = [new / old for new, old in zip(wanted, spacing, strict=True)]
+    shape = [max(1, round(size / ratio)) for size, ratio in zip(pictures.shape[1:], ratios, strict=True)]
+    if all(abs(ratio - 1) < 1e-4 for ratio in ratios):
+        return pictures
+    ndimage = library("scipy.ndimage", "scipy", "data.source.spacing")
+    if not masks:
+        pictures = pictures.astype(np.float32)
+    return ndimage.affine_transform(
+        pictures,
+        [1.0, *ratios],
+        [0.0, *(0.5 * ratio - 0.5 for ratio in ratios)],
+        output_shape=(len(pictures), *shape),
+        order=0 if masks else 1,
+        mode="nearest",
+    )
+
+
+def fitted(pictures: np.ndarray, size: tuple[int, int], fill: float) -> np.ndarray:
+    """[N, H, W] cut or filled up to a size about their middle."""
+    for axis, wanted in zip((1, 2), size, strict=True):
+        more = wanted - pictures.shape[axis]
+        if more < 0:
+            start = -more // 2
+            pictures = pictures[(slice(None),) * axis + (slice(start, start + wanted),)]
+        elif more:
+            margins = [(0, 0)] * 3
+            margins[axis] = (more // 2, more - more // 2)
+            pictures = np.pad(pictures, margins, constant_values=fill)
+    return pictures
