@@ -37,7 +37,6 @@ LEARNS = {
     "detector": ("test_found", "above", 0.6),  # three cells at random: 0.05
     "diffusion": ("test_loss", "below", 0.2),  # the noisy picture times the best number of each level: 0.33
     "pair": ("test_retrieved", "above", 0.5),  # at random: 0.06
-    "soft_targets": ("test_accuracy", "above", 0.7),  # at random: 0.33
     "inversion": ("test_loss", "below", 0.4),  # the token as it begins: 0.65
     "supernet": ("test_accuracy", "above", 0.8),  # at random: 0.5
     "pruner": ("test_loss", "below", 0.45),  # the mean of the values: 0.63
@@ -216,7 +215,7 @@ def of_one_device():
 
 QUICK = {
     # All forms where a loss has collectives or rows of its own; elsewhere at least the explicit one.
-    **dict.fromkeys(("pair", "soft_targets"), ("implicit", "explicit", "ddp")),
+    "pair": ("implicit", "explicit", "ddp"),
     **dict.fromkeys(("segmenter", "detector", "supernet"), ("implicit", "explicit")),
     **dict.fromkeys(("inversion", "pruner", "preferences", "mixer"), ("explicit",)),
     "diffusion": ("implicit",),
@@ -429,39 +428,6 @@ def test_negatives_are_those_of_the_whole_batch(form):
         _, loss = run.program.train_step(run.program.init(), convert.to_device(fields, run.program))
         np.testing.assert_allclose(float(loss), float(value.sum / value.weight), rtol=1e-12)
     assert abs(float(moved.sum - wanted.sum)) > 0.01
-
-
-# Soft targets of the step before.
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
-def test_the_queue_has_what_was_said_of_the_next_batch_and_running_means_are_of_this_one(form):
-    run = wide("soft_targets", 8, STRATEGIES[form])
-    state = run.program.init()
-    for batch, following in zip(range_of(run, 3), range_of(run, 4)[1:], strict=True):
-        np.testing.assert_array_equal(batch["next_images"], following["images"])
-        before = host(state.params)
-        queue, mean = (np.asarray(state.variables[path]) for path in ("queue", "norm/mean"))
-        hidden, ahead = (batch[name].reshape(-1, 64) @ before["first"] for name in ("images", "next_images"))
-
-        def said(x, before=before):
-            normal = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5) * before["norm/scale"] + before["norm/bias"]
-            return np.asarray(jax.nn.log_softmax(np.maximum(normal, 0) @ before["head"]))
-
-        own = said(hidden)
-        wanted = -(own[np.arange(len(own)), batch["labels"]] + (queue * own).sum(1)).mean()
-        state, loss = run.program.train_step(state, convert.to_device(batch, run.program))
-        np.testing.assert_allclose(float(loss), wanted, rtol=1e-9)
-        np.testing.assert_allclose(np.asarray(state.variables["queue"]), np.exp(said(ahead)), rtol=1e-9)
-        running = 0.9 * mean + 0.1 * hidden.mean(0)
-        np.testing.assert_allclose(np.asarray(state.variables["norm/mean"]), running, rtol=1e-9)
-    assert [len(shard.data) for shard in state.variables["queue"].addressable_shards] == [2] * 8
-
-
-def range_of(run, count):
-    """The first batches."""
-    return [batch for _, batch in zip(range(count), batches_of(run), strict=False)]
 
 
 # Parameters that are not trained.
