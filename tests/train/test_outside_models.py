@@ -478,7 +478,7 @@ def test_all_devices_and_parts_take_the_same_path(of_one_device, form):
     run = wide("supernet", 8, STRATEGIES[form], gradients__microbatch=1)
     state, losses, paths = run.program.init(), [], []
     before = host(state.params)
-    for batch in range_of(run, 4):
+    for _, batch in zip(range(4), batches_of(run), strict=False):
         state, _ = run.program.take_metrics(state)
         state, loss = run.program.train_step(state, convert.to_device(batch, run.program))
         losses.append(float(loss))
