@@ -44,7 +44,8 @@ class ImageDataSet(ArrayDataSet):
       seed: Of the order and of the augmentations.
 
     Raises:
-      UserError: what a split gives has another shape or dtype than the schema says.
+      UserError: what a split gives has another shape or dtype than the schema says, labels or masks have numbers that
+        are no classes of it, or points lie outside of their pictures.
     """
 
     schema: ImageSchema
@@ -69,6 +70,7 @@ class ImageDataSet(ArrayDataSet):
                     f"schema says; got {images.dtype}{[*size, *images.shape[3:]]}. Give all splits one size, such as "
                     "`size=` of a config."
                 )
+            _check(arrays, schema, f"ImageDataSet: split {split!r}")
 
     def fingerprint(self) -> str:
         """Of all arrays, the order and the augmentations."""
@@ -94,3 +96,32 @@ class ImageDataSet(ArrayDataSet):
         rows = self.rows_at(positions)
         arrays = {name: array[rows] for name, array in self.splits["train"].items()}
         return self.augment.apply(arrays, positions, seed=self.seed, channel=channel)
+
+
+def _check(arrays: Arrays, schema: ImageSchema, what: str) -> None:
+    shape = arrays["images"].shape[:3]
+    for name in ("masks", "instances"):
+        if name in arrays and arrays[name].shape != shape:
+            raise UserError(
+                f"{what} has {name} {list(arrays[name].shape)} for images {list(shape)}. Give each picture one of "
+                "its size."
+            )
+    for name in ("labels", "masks"):
+        if schema.classes and name in arrays and arrays[name].dtype.kind in "iu":
+            outside = (arrays[name] < 0) | (arrays[name] >= len(schema.classes))
+            if outside.any():
+                raise UserError(
+                    f"{what}: {name} of example {np.argwhere(outside)[0, 0]} has {arrays[name][outside][0]}, and the "
+                    f"schema has the classes 0 to {len(schema.classes) - 1} ({', '.join(schema.classes)}). Number classes "
+                    "from 0, or name all of them."
+                )
+    edges = np.array([shape[2], shape[1]]) - 0.5
+    for name in ("points", "ends"):
+        if name in arrays:
+            outside = ((arrays[name] < -0.5) | (arrays[name] > edges)).any(-1)  # NaN is not there
+            if outside.any():
+                raise UserError(
+                    f"{what}: {name} of example {np.argwhere(outside)[0, 0]} has x, y = "
+                    f"{', '.join(f'{v:g}' for v in arrays[name][outside][0])}, outside of a picture that is {shape[2]} "
+                    f"wide and {shape[1]} high. Give pixels, x before y, and NaN for what is not there."
+                )

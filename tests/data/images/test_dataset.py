@@ -1,5 +1,7 @@
 """Batches of pictures: the same for any process count and after a resume, as other streams are."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,37 @@ def test_augmentations_are_part_of_the_data() -> None:
 def test_pictures_of_another_size_than_the_schema_says_are_refused() -> None:
     with pytest.raises(UserError, match=r"split 'train' must be uint8\[8, 8, 1\].*got uint8\[4, 8, 1\]"):
         pictures(augment=Augment(window=(4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "said"),
+    [
+        ("masks", np.zeros((4, 8, 7), np.int32), r"has masks \[4, 8, 7\] for images \[4, 8, 8\]"),
+        (
+            "masks",
+            np.full((4, 8, 8), 2, np.int32),
+            r"masks of example 0 has 2, and the schema has the classes 0 to 1 \(a, b\)",
+        ),
+        ("labels", np.array([0, 1, -1, 0], np.int32), "labels of example 2 has -1"),
+        (
+            "points",
+            np.full((4, 1, 4, 2), 7.6, np.float32),
+            "points of example 0 has x, y = 7.6, 7.6, outside of a picture",
+        ),
+        ("ends", np.full((4, 1, 4, 2), -1.0, np.float32), "ends of example 0 has x, y = -1, -1"),
+    ],
+)
+def test_masks_labels_and_points_that_do_not_go_with_pictures_are_refused(name, array, said: str) -> None:
+    split = {"images": np.zeros((4, 8, 8, 1), np.uint8), name: array}
+    schema = dataclasses.replace(SCHEMA, classes=("a", "b"))
+    with pytest.raises(UserError, match=said):
+        ImageDataSet({"train": split}, batch_size=2, schema=schema, augment=Augment())
+
+
+def test_points_that_are_not_there_and_on_the_edge_are_taken() -> None:
+    points = np.array([np.nan, 0.0, 7.0, 7.5], np.float32).reshape(4, 1, 1, 1).repeat(4, 2).repeat(2, 3)
+    split = {"images": np.zeros((4, 8, 8, 1), np.uint8), "points": points}
+    assert ImageDataSet({"train": split}, batch_size=2, schema=SCHEMA, augment=AUGMENT).num_examples("train") == 4
 
 
 def test_labelled_pictures_are_split_with_what_is_published_as_the_test() -> None:
