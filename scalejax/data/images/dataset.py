@@ -112,8 +112,8 @@ def _check(arrays: Arrays, schema: ImageSchema, what: str) -> None:
             if outside.any():
                 raise UserError(
                     f"{what}: {name} of example {np.argwhere(outside)[0, 0]} has {arrays[name][outside][0]}, and the "
-                    f"schema has the classes 0 to {len(schema.classes) - 1} ({', '.join(schema.classes)}). Number classes "
-                    "from 0, or name all of them."
+                    f"schema has the classes 0 to {len(schema.classes) - 1} ({', '.join(schema.classes)}). Number "
+                    "classes from 0, or name all of them."
                 )
     edges = np.array([shape[2], shape[1]]) - 0.5
     for name in ("points", "ends"):
