@@ -87,30 +87,28 @@ def _read_series(path: pathlib.Path) -> Volume:
     found = [_read_dicom(file) for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith(".")]
     if not found:
         raise UserError(f"{path} has no files. Put the DICOM files of one series into it.")
-    series = {str(dicom.get("SeriesInstanceUID")) for dicom, _ in found}
-    if len(series) > 1:
+    if len(series := {one.series for one in found}) > 1:
         raise UserError(f"{path} has files of {len(series)} series. Give each series a folder of its own.")
-    geometry = {(d.get("Rows"), d.get("Columns"), str(_spacing(d)), str(_directions(d))) for d, _ in found}
+    geometry = {(one.pixels.shape, one.spacing, one.directions) for one in found}
     if len(geometry) > 1:
         raise UserError(
             f"{path} has slices of {len(geometry)} sizes, spacings or directions: {sorted(map(str, geometry))[:2]}. "
             "Keep those of one stack."
         )
-    first = found[0][0]
-    row_spacing, column_spacing = _spacing(first)
-    right, down = np.split(_directions(first), 2)
+    row_spacing, column_spacing = found[0].spacing
+    right, down = np.split(np.array(found[0].directions), 2)
     normal = np.cross(right, down)
-    positions = np.array([[float(x) for x in d.get("ImagePositionPatient", (0, 0, 0))] for d, _ in found])
+    positions = np.array([one.position for one in found])
     heights = positions @ normal
     order = np.argsort(heights, kind="stable")
     steps = np.diff(heights[order])
-    if len(found) > 1 and (steps.min() < 1e-3 or steps.max() > 1.05 * steps.min()):
+    if len(found) > 1 and not (steps.min() > 1e-3 and steps.max() <= 1.05 * steps.min()):
         raise UserError(
             f"{path}: its {len(found)} slices lie {steps.min():.3g} to {steps.max():.3g} mm apart; they must be evenly "
             "spaced. Add the files that are missing, or remove those of another stack or of a second time."
         )
-    thickness = steps.mean() if len(found) > 1 else float(first.get("SliceThickness") or 1.0)
-    voxels = np.stack([found[n][1].T for n in order], -1)  # columns, rows, slices
+    thickness = steps.mean() if len(found) > 1 else found[0].thickness
+    voxels = np.stack([found[n].pixels.T for n in order], -1)  # columns, rows, slices
     affine = np.eye(4)
     affine[:3, 0], affine[:3, 1] = right * column_spacing, down * row_spacing
     affine[:3, 2], affine[:3, 3] = normal * thickness, positions[order[0]]
@@ -118,37 +116,58 @@ def _read_series(path: pathlib.Path) -> Volume:
     return _canonical(nibabel, voxels, affine, path)
 
 
-def _read_dicom(path: pathlib.Path) -> tuple[Any, np.ndarray]:
-    """A file and its pixels [rows, columns] in units that it names, such as Hounsfield units."""
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """What is used of a DICOM file: pixels [rows, columns] in units that it names, such as Hounsfield units; lengths
+    in millimetres; directions of growing columns and of growing rows. A file that does not say where it lies is axial.
+    """
+
+    pixels: np.ndarray
+    series: str
+    spacing: tuple[float, float]
+    thickness: float
+    directions: tuple[float, ...]
+    position: tuple[float, ...]
+
+
+def _read_dicom(path: pathlib.Path) -> _Slice:
     pydicom = library("pydicom", "pydicom", f"reading {path}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of values that are not as the standard wants them
-            dicom = pydicom.dcmread(path)
+            dicom: Any = pydicom.dcmread(path)
+
+            def numbers(name: str, *otherwise: float) -> tuple[float, ...]:
+                value = dicom.get(name)
+                values = otherwise if value is None else value if len(otherwise) > 1 else (value,)
+                found = tuple(float(one) for one in values)
+                if len(found) != len(otherwise) or not np.isfinite(found).all():
+                    raise ValueError(f"{name} is {value}, not {len(otherwise)} number(s)")
+                return found
+
             pixels = np.array(dicom.pixel_array)
-            slope, intercept = (float(dicom.get(f"Rescale{name}", d)) for name, d in (("Slope", 1), ("Intercept", 0)))
+            kind = dicom.get("PhotometricInterpretation")
+            (slope,), (intercept,) = numbers("RescaleSlope", 1.0), numbers("RescaleIntercept", 0.0)
+            rows, columns = numbers("PixelSpacing", *numbers("ImagerPixelSpacing", 1.0, 1.0))
+            found = _Slice(
+                pixels=pixels if (slope, intercept) == (1.0, 0.0) else pixels * slope + intercept,
+                series=str(dicom.get("SeriesInstanceUID")),
+                spacing=(rows, columns),
+                thickness=numbers("SliceThickness", 1.0)[0],
+                directions=numbers("ImageOrientationPatient", 1, 0, 0, 0, 1, 0),
+                position=numbers("ImagePositionPatient", 0, 0, 0),
+            )
     except Exception as error:  # pydicom has several of its own, also for what it has no decoder for
         raise UserError(
             f"{path} is no DICOM file that can be read ({str(error) or type(error).__name__}). Copy it again; if it is "
             "compressed, write it as explicit little endian."
         ) from error
-    if pixels.ndim != 2 or dicom.get("PhotometricInterpretation") != "MONOCHROME2":
+    if pixels.ndim != 2 or kind != "MONOCHROME2":
         raise UserError(
-            f"{path} has pixels {list(pixels.shape)}, {dicom.get('PhotometricInterpretation')}; one grey slice a file "
-            "(MONOCHROME2) can be read. Convert it to NIfTI."
+            f"{path} has pixels {list(pixels.shape)}, {kind}; one grey slice a file (MONOCHROME2) can be read. Convert "
+            "it to NIfTI."
         )
-    if (slope, intercept) != (1.0, 0.0):
-        pixels = pixels * slope + intercept
-    return dicom, pixels
-
-
-def _spacing(dicom: Any) -> tuple[float, float]:
-    rows, columns = dicom.get("PixelSpacing") or dicom.get("ImagerPixelSpacing") or (1.0, 1.0)
-    return float(rows), float(columns)
-
-
-def _directions(dicom: Any) -> np.ndarray:
-    return np.array([float(x) for x in dicom.get("ImageOrientationPatient") or (1, 0, 0, 0, 1, 0)])
+    return found
 
 
 def _canonical(nibabel: Any, voxels: np.ndarray, affine: np.ndarray, path: pathlib.Path) -> Volume:

@@ -1,5 +1,6 @@
 """Folders in the layout of nnU-Net v2: what is read of them, and what is refused."""
 
+import collections
 import json
 import pathlib
 import sys
@@ -332,6 +333,28 @@ def test_a_truncated_nifti_is_refused_or_whole(tmp_path: pathlib.Path, ending: s
             assert "is no NIfTI file that can be read" in str(error)
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("name", ["x.nii", "x.nii.gz", "s/0.dcm"])
+def test_a_flipped_bit_is_refused_or_read_and_nothing_else(tmp_path: pathlib.Path, name: str) -> None:
+    write_series(tmp_path / "s", volume(0)[0])
+    for ending in (".nii", ".nii.gz"):
+        write_nifti(tmp_path / f"x{ending}", volume(0)[0])
+    path = tmp_path / name
+    whole = path.read_bytes()
+    ends: collections.Counter[str] = collections.Counter()
+    for place in range(0, len(whole), max(1, len(whole) // 150)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << (place % 8)
+        path.write_bytes(damaged)
+        try:
+            read_volume(path.parent if name.endswith("dcm") else path)
+            ends["read"] += 1
+        except UserError:
+            ends["refused"] += 1
+    assert ends["refused"] >= 3
+    if name.endswith("gz"):
+        assert ends["refused"] > 20 * ends["read"]  # what is packed has a checksum
 
 
 def test_a_header_that_asks_for_more_than_the_file_can_hold_is_refused(tmp_path: pathlib.Path) -> None:
