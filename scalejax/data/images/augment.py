@@ -73,7 +73,8 @@ class Augment:
       brightness: Smallest and largest factor of every pixel.
       contrast: Smallest and largest factor of the distance of every pixel from the mean of its picture's channel.
       noise: Standard deviation of Gaussian noise, in units of stored pixels.
-      fill: What lies beyond the edge of a picture, in units of stored pixels.
+      fill: What lies beyond the edge of a picture, in units of stored pixels; None = 0 for uint8, and for float32 the
+        least value of the picture's channel, such as the lower end of a window.
 
     Numbers in a range are uniform in it. uint8 stays uint8: the last result is rounded and kept in 0 to 255. An object
     of which nothing is left in the picture is not there (NaN); points of others are moved to its edge.
@@ -89,7 +90,7 @@ class Augment:
     brightness: tuple[float, float] = (1.0, 1.0)
     contrast: tuple[float, float] = (1.0, 1.0)
     noise: float = 0.0
-    fill: float = 0.0
+    fill: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("crop", "turn", "shift", "noise"):
@@ -148,10 +149,10 @@ class Augment:
                 shifts=self.shift * (2 * drawn[7:9] - 1),
                 corner=(top, left),
                 shown=shown,
-                fill=self.fill,
+                fill=self._edges(images),
             )
         elif self.crop or self.window:
-            moved = _cut(arrays, top, left, shown, self.fill)
+            moved = _cut(arrays, top, left, shown, self._edges(images))
         else:
             moved = {name: array for name, array in arrays.items() if name in ("images", *_MASKS, *_POINTS)}
         if self.flip in ("horizontal", "both"):
@@ -168,6 +169,12 @@ class Augment:
             limits = np.iinfo(images.dtype)
             pixels = np.clip(np.rint(pixels), limits.min, limits.max)
         return {**arrays, **moved, "images": pixels.astype(images.dtype, copy=False)}
+
+    def _edges(self, images: np.ndarray) -> np.ndarray:
+        """What lies beyond the edges of each picture, in a form that goes with [B, H, W, C]."""
+        if self.fill is None and images.dtype.kind == "f":
+            return images.min((1, 2), keepdims=True)
+        return np.full((1, 1, 1, 1), self.fill or 0, images.dtype)
 
     def _coloured(
         self, images: np.ndarray, numbers: np.ndarray, bright: np.ndarray, contrast: np.ndarray, seed: int, channel: int
@@ -197,7 +204,7 @@ def _between(limits: tuple[float, float], drawn: np.ndarray) -> np.ndarray:
     return limits[0] + (limits[1] - limits[0]) * drawn
 
 
-def _cut(arrays: Arrays, top: np.ndarray, left: np.ndarray, shown: tuple[int, int], fill: float) -> Arrays:
+def _cut(arrays: Arrays, top: np.ndarray, left: np.ndarray, shown: tuple[int, int], fill: np.ndarray) -> Arrays:
     """Windows whose upper left corners are pixels (top, left) of each picture, int64[B]; either may be negative."""
     height, width = arrays["images"].shape[1:3]
     rows, columns = top[:, None] + np.arange(shown[0]), left[:, None] + np.arange(shown[1])
@@ -206,12 +213,21 @@ def _cut(arrays: Arrays, top: np.ndarray, left: np.ndarray, shown: tuple[int, in
     found: Arrays = {}
     for name, array in arrays.items():
         if name == "images" or name in _MASKS:
-            margins = ((0, 0), *((before, beyond),) * 2, *((0, 0),) * (array.ndim - 3))
-            edge = fill if name == "images" else 0
-            padded = np.pad(array, margins, constant_values=edge) if before or beyond else array
+            padded = _padded(array, before, beyond, fill if name == "images" else np.zeros((), array.dtype))
             found[name] = padded[index, rows[:, :, None] + before, columns[:, None, :] + before]
         elif name in _POINTS:
             found[name] = array - np.stack([left, top], 1)[:, None, None].astype(array.dtype)
+    return found
+
+
+def _padded(array: np.ndarray, before: int, beyond: int, fill: np.ndarray) -> np.ndarray:
+    """[B, H, W, ...] with rows and columns before and beyond it."""
+    if not before and not beyond:
+        return array
+    count, height, width = array.shape[:3]
+    found = np.empty((count, before + height + beyond, before + width + beyond, *array.shape[3:]), array.dtype)
+    found[:] = fill
+    found[:, before : before + height, before : before + width] = array
     return found
 
 
@@ -223,7 +239,7 @@ def _affine(
     shifts: np.ndarray,
     corner: tuple[np.ndarray, np.ndarray],
     shown: tuple[int, int],
-    fill: float,
+    fill: np.ndarray,
 ) -> Arrays:
     """Turned counterclockwise by radians and scaled about the middle of a window, shifted, and cut to it.
 
@@ -259,10 +275,10 @@ def _affine(
     return found
 
 
-def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray, fill: float) -> np.ndarray:
+def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray, fill: np.ndarray) -> np.ndarray:
     """float32[B, H, W, C] of images at float64[B, H, W] rows and columns, `fill` beyond their edges."""
     height, width = images.shape[1:3]
-    padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=fill)
+    padded = _padded(images, 1, 1, fill)
     # The edge of `fill` is one pixel wide, so that what is further out is looked up there.
     y, x = np.clip(y, -1, height) + 1, np.clip(x, -1, width) + 1
     rows, columns = np.minimum(y.astype(np.int32), height), np.minimum(x.astype(np.int32), width)

@@ -103,6 +103,18 @@ def test_a_crop_shows_a_window_of_the_padded_picture() -> None:
     assert len(corners) > 15
 
 
+@pytest.mark.parametrize("config", [Augment(crop=6), Augment(scale=(0.5, 0.5)), Augment(crop=1, turn=45)])
+def test_beyond_the_edge_lies_the_least_of_a_scan_and_black_of_a_picture(config: Augment) -> None:
+    scan = examples()["images"].astype(np.float32) + 10 * np.arange(6, dtype=np.float32)[:, None, None, None] - 160
+    found = applied(config, {"images": scan})["images"]
+    least = scan.min((1, 2))
+    np.testing.assert_allclose(found.min((1, 2)), least, atol=1e-4)
+    assert ((found - least[:, None, None]) < 1e-4).any((1, 2, 3)).all()
+    bright = {"images": np.full((6, 12, 12, 1), 200, np.uint8)}
+    assert (applied(config, bright)["images"] == 0).any((1, 2, 3)).sum() >= 5
+    assert applied(dataclasses.replace(config, fill=7), bright)["images"].min() == 7
+
+
 def test_a_window_is_cut_and_objects_outside_are_gone() -> None:
     arrays = examples(count=50, height=30, width=20)
     found = applied(Augment(window=(8, 6)), arrays)
@@ -168,7 +180,7 @@ def test_a_turn_by_ninety_degrees_is_a_quarter_turn_of_picture_mask_and_points(s
         shifts=np.zeros((2, 6)),
         corner=(zeros, zeros),
         shown=(side, side),
-        fill=0.0,
+        fill=np.zeros(()),
     )
     np.testing.assert_array_equal(np.rint(found["images"]), np.rot90(arrays["images"], count, axes=(1, 2)))
     np.testing.assert_array_equal(found["masks"], np.rot90(arrays["masks"], count, axes=(1, 2)))
@@ -187,7 +199,7 @@ def test_pictures_are_interpolated_where_scipy_says_they_come_from() -> None:
         shifts=np.repeat(np.array(shift)[:, None], 6, 1),
         corner=(zeros, zeros),
         shown=(17, 21),
-        fill=7.0,
+        fill=np.array(7.0),
     )
     # Out pixel (y, x) comes from m + R^-1 (p - m - t) / s.
     back = np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]]) / scale
