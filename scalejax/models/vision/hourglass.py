@@ -187,9 +187,7 @@ class HourglassNetwork(nnx.Module):
 class Head(nnx.Module):
     """A 3x3 convolution without norm, ReLU, and a 1x1 convolution: some numbers of each cell, in float32 or wider."""
 
-    def __init__(
-        self, inputs: int, hidden: int, outputs: int, rngs: nnx.Rngs, dtypes: nn.Dtypes, *, bias: float = 0.0
-    ):
+    def __init__(self, inputs: int, hidden: int, outputs: int, rngs: nnx.Rngs, dtypes: nn.Dtypes, *, bias: float = 0.0):
         self.first = nn.Conv(inputs, hidden, bias=0.0, rngs=rngs, dtypes=dtypes)
         self.second = nn.Conv(hidden, outputs, kernel=1, bias=bias, gain=1e-2, rngs=rngs, dtypes=dtypes)
 

@@ -247,9 +247,9 @@ def _of_true(which: jax.Array) -> jax.Array:
     count = which.shape[-1]
     numbers = jnp.arange(count, dtype=jnp.int32)
     places = jnp.where(which, jnp.cumsum(which, -1, dtype=jnp.int32) - 1, count)
-    return jnp.vectorize(
-        lambda at: jnp.zeros(count, jnp.int32).at[at].set(numbers, mode="drop"), signature="(n)->(n)"
-    )(places)
+    return jnp.vectorize(lambda at: jnp.zeros(count, jnp.int32).at[at].set(numbers, mode="drop"), signature="(n)->(n)")(
+        places
+    )
 
 
 def _join(
@@ -274,7 +274,12 @@ def _join(
     t, l, b, r = (cells[n, which] for n, which in enumerate((top_, left, bottom, right)))  # P 2
     columns = centre_of(l[:, 0], r[:, 0])
     # Of a pair of left and right: what a top must not be below, a bottom not above; its own left and right; its score.
-    high, low, leftmost, rightmost = jnp.minimum(l, r)[None, :, 1], jnp.maximum(l, r)[None, :, 1], l[None, :, 0], r[None, :, 0]
+    high, low, leftmost, rightmost = (
+        jnp.minimum(l, r)[None, :, 1],
+        jnp.maximum(l, r)[None, :, 1],
+        l[None, :, 0],
+        r[None, :, 0],
+    )
     level = jnp.where(real[1], scores[1, left] + scores[3, right], -jnp.inf)[None]
     between = centres[:, columns]  # h P
 

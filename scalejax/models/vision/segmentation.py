@@ -113,8 +113,8 @@ class SegmentationTask(TaskBase):
         pictures = min(experiment.data.batch_size, experiment.gradients.microbatch or experiment.data.batch_size)
         if self.config.norm == "batch" and pictures == 1:
             raise UserError(
-                'model.norm="batch" normalises over the pictures of a batch, and batches or their parts have 1. Raise '
-                'data.batch_size or gradients.microbatch, or set model.norm="instance" or "group".'
+                'norm="batch" of the model normalises over the pictures of a batch, and batches or parts have 1. Raise '
+                'data.batch_size or gradients.microbatch, or set norm="instance" or "group".'
             )
         for split, arrays in getattr(data, "splits", {}).items():
             check_labels(arrays["masks"], self.schema.classes, f"The masks of split {split!r}")

@@ -87,7 +87,9 @@ def test_a_head_begins_at_its_bias():
 
 def test_sizes_that_cannot_be_halved_are_refused():
     assert SIZES["extremenet"].cells(511, 511) == (128, 128)
-    with pytest.raises(UserError, match=r"33 x 32 cells, which an hourglass of depth 3 cannot halve 3 times.*multiples of 32"):
+    with pytest.raises(
+        UserError, match=r"33 x 32 cells, which an hourglass of depth 3 cannot halve 3 times.*multiples of 32"
+    ):
         SIZES["small"].cells(130, 128)
     with pytest.raises(UserError, match=r"as many widths as blocks"):
         dataclasses.replace(TINY, blocks=(1, 1))

@@ -64,7 +64,10 @@ def literal_targets(ends, height, width, stride):
     for one in ends[np.isfinite(ends).all((1, 2))]:
         x, y = one.T
         outermost = [one[y.argmin()], one[x.argmin()], one[y.argmax()], one[x.argmax()]]
-        own = [(min(max(int(p[0] // stride), 0), width - 1), min(max(int(p[1] // stride), 0), height - 1)) for p in outermost]
+        own = [
+            (min(max(int(p[0] // stride), 0), width - 1), min(max(int(p[1] // stride), 0), height - 1))
+            for p in outermost
+        ]
         (_, ty), (lx, _), (_, by), (rx, _) = own
         own.append((math.floor((lx + rx + 0.5) / 2), math.floor((ty + by + 0.5) / 2)))
         reach = int(literal_radius(math.ceil(np.ptp(x) / stride), math.ceil(np.ptp(y) / stride)) + 1e-6)
@@ -197,7 +200,9 @@ def test_the_join_equals_the_enumeration_of_all_groups(count, side, kind):
         some += len(groups)
         # Falling, and the cell of the centre is the one whose height is in the score.
         assert (np.diff(found.scores[n]) <= 0).all()
-        for four, (x, y), score in zip(found.picked[n][real], found.centres[n][real], found.scores[n][real], strict=True):
+        for four, (x, y), score in zip(
+            found.picked[n][real], found.centres[n][real], found.scores[n][real], strict=True
+        ):
             total = sum(scores[n, name, which] for name, which in enumerate(four)) + 2 * centres[n, y, x]
             assert score == pytest.approx(total / 6, rel=2e-6)
     assert (some > 3) == (kind != "none live")

@@ -191,7 +191,7 @@ def test_a_plan_knows_its_step_from_the_schema_alone():
 
 @pytest.mark.parametrize("changes", [{"data__batch_size": 1}, {"gradients": Gradients(microbatch=1)}])
 def test_batch_norm_of_one_picture_is_refused(changes):
-    with pytest.raises(UserError, match=r'model\.norm="batch" normalises over the pictures of a batch'):
+    with pytest.raises(UserError, match=r'norm="batch" of the model normalises over the pictures of a batch'):
         bound(dataclasses.replace(SMALL, norm="batch"), 1, **changes)
     bound(SMALL, 1, **changes)
 
