@@ -17,7 +17,9 @@ from scalejax.train.runs import binding
 RECIPES = {recipe.name: recipe for recipe in discovery.listing()}
 LANGUAGE = [name for name, recipe in RECIPES.items() if recipe.path.parent.name == "llm"]
 GRAPHS = [name for name, recipe in RECIPES.items() if recipe.path.parent.name == "graph"]
-SMOKES = [name for name in RECIPES if name.endswith("-smoke") and name not in (*LANGUAGE, *GRAPHS)]
+VISION = [name for name, recipe in RECIPES.items() if recipe.path.parent.name == "vision"]
+OTHERS = (*LANGUAGE, *GRAPHS, *VISION)
+SMOKES = [name for name in RECIPES if name.endswith("-smoke") and name not in OTHERS]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -34,7 +36,7 @@ def test_builds_without_reading_anything(name: str, monkeypatch: pytest.MonkeyPa
 ABSENT = ("-movielens", "-table")  # need a file of the user
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPES if not n.endswith(ABSENT) and n not in (*LANGUAGE, *GRAPHS)])
+@pytest.mark.parametrize("name", [n for n in RECIPES if not n.endswith(ABSENT) and n not in OTHERS])
 def test_model_fits_the_columns_of_its_data(name: str) -> None:
     experiment = configs.load(name)
     program = binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
@@ -92,6 +94,17 @@ def test_smoke_trains_and_sums_up(name: str, monkeypatch: pytest.MonkeyPatch, tm
     assert 0.4 < closing["test_auc"] < 0.8
     assert closing["recipe"] == name
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.default_cases("pairwise-smoke")
+@pytest.mark.parametrize("name", [n for n in VISION if n.endswith("-smoke")])
+def test_vision_smoke_trains_and_sums_up(name: str, tmp_path: pathlib.Path) -> None:
+    experiment = configs.load(name)
+    closing = loop.train(experiment, workdir=tmp_path / "run", recipe=name)
+    assert closing["steps"] == experiment.steps
+    assert closing["test_loss"] > 0
+    assert closing["samples_per_s"] > 0
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 # Each compiles a step, a score and a checkpoint: one of them by default.

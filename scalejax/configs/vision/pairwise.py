@@ -68,7 +68,7 @@ def smoke() -> Experiment:
     return dataclasses.replace(
         whole,
         model=PairwiseUNetConfig(unet=UNetConfig(widths=(4, 8, 16)), templates=Templates(count=2)),
-        data=TissueSlabs(size=(64, 64), batch_size=4),
+        data=TissueSlabs(size=(64, 64)),
         steps=20,
         evaluation=dataclasses.replace(whole.evaluation, every=10),
         checkpoints=dataclasses.replace(whole.checkpoints, every=10),

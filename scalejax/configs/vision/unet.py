@@ -47,7 +47,7 @@ def smoke() -> Experiment:
     return dataclasses.replace(
         whole,
         model=UNetConfig(widths=(4, 8, 16)),
-        data=TissueSlabs(size=(64, 64), batch_size=4),
+        data=TissueSlabs(size=(64, 64)),
         steps=20,
         evaluation=dataclasses.replace(whole.evaluation, every=10),
         checkpoints=dataclasses.replace(whole.checkpoints, every=10),

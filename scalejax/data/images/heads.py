@@ -114,10 +114,10 @@ class TwoHeads:
     test_change: Augment = Augment()
 
     def schema(self) -> ImageSchema:
-        """Of the slices; their mean and deviation are those of all slices of Colin that have structures."""
+        """Of the slices; mean and deviation are those of all slices of Colin that have structures."""
         head = self._colin()[0]
         images = _axial(head[:, :, _LOWEST:_HIGHEST], self.size) / np.percentile(head[head > 0], 99)
-        return _schema(images.astype(np.float32)[..., None], ("background", *STRUCTURES))
+        return _schema(images.astype(np.float32)[..., None], ("background", *STRUCTURES), SPACING if self.icbm is None else 1.0)
 
     def build(self) -> ImageDataSet:
         """Reads both heads.
@@ -198,7 +198,7 @@ def _axial(voxels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.ascontiguousarray(volumes.fitted(volumes.Volume(voxels, np.eye(4)).slices("axial")[0], size, 0))
 
 
-def _schema(images: np.ndarray, classes: tuple[str, ...]) -> ImageSchema:
+def _schema(images: np.ndarray, classes: tuple[str, ...], slice_spacing: float = SPACING) -> ImageSchema:
     mean, std = moments(images)
     return ImageSchema(
         height=images.shape[1],
@@ -209,6 +209,7 @@ def _schema(images: np.ndarray, classes: tuple[str, ...]) -> ImageSchema:
         std=std,
         classes=classes,
         spacing=(SPACING, SPACING),
+        slice_spacing=slice_spacing,
     )
 
 

@@ -24,6 +24,8 @@ class ImageSchema:
       standardized: Whether each channel of each case was brought to mean 0 and standard deviation 1 before.
       batch_size: Examples of a training batch, for what waits from one batch to the next; None = it is not known.
       spacing: Millimetres from one pixel to the next, along H and W; None = they are not known.
+      slice_spacing: Millimetres from one picture of a case to the next; None = they are no slices of a volume, or it is
+        not known.
     """
 
     height: int
@@ -37,6 +39,7 @@ class ImageSchema:
     standardized: bool = False
     batch_size: int | None = None
     spacing: tuple[float, float] | None = None
+    slice_spacing: float | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:

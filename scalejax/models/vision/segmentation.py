@@ -154,7 +154,7 @@ class SegmentationTask(TaskBase):
         found: tuple[Metric, ...] = (VolumeDice(structures=names), MeanLoss(unit="images"))
         if self.config.segmentation.surfaces == "none":
             return found
-        return (*found, Surfaces(structures=names, spacing=self.schema.spacing))
+        return (*found, Surfaces(structures=names, spacing=self.schema.spacing, between=self.schema.slice_spacing))
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
         """Of the convolutions, forward and twice backward."""

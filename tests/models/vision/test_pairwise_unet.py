@@ -25,6 +25,7 @@ from scalejax.models.vision.pairwise_unet import (
 from scalejax.models.vision.segmentation import SegmentationSettings, averaged
 from scalejax.models.vision.unet import UNetConfig
 from scalejax.nn import counts
+from scalejax.numerics import flops
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
@@ -427,6 +428,23 @@ def test_a_plan_knows_its_step_from_the_schema_alone():
     shapes = {name: (8, *field.shape) for name, field in program.task.fields().items()}
     plain = dataclasses.replace(SMALL, comparison="none").task(SCHEMA).work(shapes).flops
     assert 1.2 * plain < program.task.work(shapes).flops < 2 * plain
+
+
+def test_a_picture_beside_a_template_that_was_read_costs_little_more_than_in_a_unet():
+    schema = dataclasses.replace(SCHEMA, height=256, width=256)
+    one = jax.ShapeDtypeStruct((1, 256, 256, 1), jnp.float32), jax.ShapeDtypeStruct((1, 256, 256), jnp.int32)
+    model = counts.abstract(PairwiseUNetConfig().build, schema)
+    plain = counts.macs(counts.abstract(UNetConfig().build, schema), one[0])
+    whole = counts.macs(model, one[0], *one)
+    graph, state = nnx.split(model)
+    read = jax.eval_shape(
+        lambda state: nnx.merge(graph, state).read(*jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)), state
+    )
+    found = (
+        flops.count(jax.make_jaxpr(lambda s, x, t: nnx.merge(graph, s).compare(x, t))(state, one[0], read)).total // 2
+    )
+    assert 1.0 < found / plain < 1.2
+    assert 1.3 < whole / plain < 1.8
 
 
 def test_a_target_that_could_only_be_its_own_template_is_refused():
