@@ -8,13 +8,14 @@ Newell et al., 2016; the details are those of ExtremeNet's `exkp` (Zhou et al., 
     stack      hourglass, then a 3x3 convolution: what heads read. The next stack begins at
                residual(relu(BN(1x1 of what this one began at) + BN(1x1 of what heads read)))
 
-A residual is relu(BN(3x3) of relu(BN(3x3, stride)) + shortcut), whose shortcut has a 1x1 convolution and BatchNorm where
-shapes change. No convolution but those of heads has a bias.
+A residual is relu(BN(3x3) of relu(BN(3x3, stride)) + shortcut), whose shortcut has a 1x1 convolution and BatchNorm
+where shapes change. No convolution but those of heads has a bias.
 
     B pictures    H, W pixels    h, w cells    C channels
 """
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 import jax
@@ -128,7 +129,7 @@ class Residuals(nnx.Module):
         self.blocks = nnx.List(
             [
                 Residual(a, b, rngs, dtypes, stride=stride if number == 0 else 1)
-                for number, (a, b) in enumerate(zip(channels, channels[1:], strict=False))
+                for number, (a, b) in enumerate(itertools.pairwise(channels))
             ]
         )
 

@@ -209,11 +209,11 @@ def group(
     centres: "Float[Array, 'batch h w']",
     how: Grouping,
 ) -> Groups:
-    """All groups of a top, a left, a bottom and a right that fit, with the map of centres high between them; the best M.
+    """All groups of a top, a left, a bottom and a right that fit, with the map of centres high between; the best M.
 
     Of a group no extreme lies beyond the one whose name says so, equality being allowed, and its score is
-    (top + left + bottom + right + 2 centre) / 6. Instead of K^4 groups, pairs of top and bottom that fit are joined with
-    pairs of left and right that fit: P^2 with P the next size of `_sizes` above the number of pairs that the fullest
+    (top + left + bottom + right + 2 centre) / 6. Instead of K^4 groups, pairs of top and bottom that fit are joined
+    with pairs of left and right that fit: P^2 with P the next size of `_sizes` above the number of pairs that the fullest
     picture has.
     """
     live = scores >= how.threshold
@@ -236,7 +236,7 @@ def group(
 def _sizes(peaks_of_map: int) -> tuple[int, ...]:
     """Numbers of pairs for which a join is compiled: those of 8, 16 and 24 peaks, and of all."""
     whole = peaks_of_map**2
-    return tuple(n * n for n in (8, 16, 24) if n * n < whole) + (whole,)
+    return (*(n * n for n in (8, 16, 24) if n * n < whole), whole)
 
 
 def _of_true(which: jax.Array) -> jax.Array:
@@ -324,8 +324,8 @@ def soft_nms(
 ) -> "Float[Array, 'batch m']":
     """Scores after soft-NMS (Bodla et al., 2017): each loses exp(-IoU^2 / sigma) for every box that went before it.
 
-    The highest score that is left goes next. Overlaps up to `overlap` cost nothing; with a small sigma this is hard NMS.
-    What falls below .001 is 0.
+    The highest score that is left goes next. Overlaps up to `overlap` cost nothing; with a small sigma this is hard
+    NMS. What falls below .001 is 0.
     """
     shared = iou(boxes[:, :, None], boxes[:, None])
     factor = jnp.where(shared > overlap, jnp.exp(-(shared * shared) / sigma), 1)  # B M M
