@@ -90,7 +90,7 @@ class HourglassConfig:
 
 SIZES = {
     "extremenet": HourglassConfig(),
-    "small": HourglassConfig(stacks=1, widths=(32, 48, 64, 96), blocks=(1, 1, 1, 1), stem=16, features=32),
+    "small": HourglassConfig(stacks=1, widths=(24, 36, 48, 64), blocks=(1, 1, 1, 1), stem=16, features=24),
 }
 """ExtremeNet's (`exkp.py`, commit 9f501902: hourglass-104), and one for tiles of 128 pixels."""
 

@@ -213,8 +213,8 @@ def group(
 
     Of a group no extreme lies beyond the one whose name says so, equality being allowed, and its score is
     (top + left + bottom + right + 2 centre) / 6. Instead of K^4 groups, pairs of top and bottom that fit are joined
-    with pairs of left and right that fit: P^2 with P the next size of `_sizes` above the number of pairs that the fullest
-    picture has.
+    with pairs of left and right that fit: P^2 with P the next size of `_sizes` above the number of pairs that
+    the fullest picture has.
     """
     live = scores >= how.threshold
 

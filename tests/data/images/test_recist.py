@@ -125,26 +125,12 @@ def test_crosses_that_are_none_are_refused():
         recist.filled([np.stack([good, good])], 1, "data.objects")
 
 
-HEADER = [
-    "File_name",
-    "Patient_index",
-    "Study_index",
-    "Series_ID",
-    "Key_slice_index",
-    "Measurement_coordinates",
-    "Bounding_boxes",
-    "Lesion_diameters_Pixel_",
-    "Normalized_lesion_location",
-    "Coarse_lesion_type",
-    "Possibly_noisy",
-    "Slice_range",
-    "Spacing_mm_px_",
-    "Image_size",
-    "DICOM_windows",
-    "Patient_gender",
-    "Patient_age",
-    "Train_Val_Test",
-]
+HEADER = (
+    *("File_name", "Patient_index", "Study_index", "Series_ID", "Key_slice_index", "Measurement_coordinates"),
+    *("Bounding_boxes", "Lesion_diameters_Pixel_", "Normalized_lesion_location", "Coarse_lesion_type"),
+    *("Possibly_noisy", "Slice_range", "Spacing_mm_px_", "Image_size", "DICOM_windows", "Patient_gender"),
+    *("Patient_age", "Train_Val_Test"),
+)
 
 
 def row(file, ends, split, **changes):
