@@ -42,9 +42,13 @@ def deep_lesion() -> Experiment:
 
 def smoke() -> Experiment:
     """A few steps of a narrow one."""
-    tiny = dataclasses.replace(hourglass.SIZES["small"], widths=(8, 8, 12), blocks=(1, 1, 1), stem=8, features=8)
     run = nuclei()
-    model = dataclasses.replace(run.model, backbone=tiny, head=8)
+    tiny = hourglass.HourglassConfig(stacks=1, widths=(8, 8, 12), blocks=(1, 1, 1), stem=8, features=8)
     return dataclasses.replace(
-        _common.experiment(model=model, data=run.data, steps=6, optimizer=run.optimizer, every=3)
+        run,
+        model=RecistNetConfig(backbone=tiny, head=8),
+        steps=6,
+        log_every=3,
+        evaluation=dataclasses.replace(run.evaluation, every=3),
+        checkpoints=dataclasses.replace(run.checkpoints, every=3),
     )

@@ -212,77 +212,48 @@ def group(
     """All groups of a top, a left, a bottom and a right that fit, with the map of centres high between; the best M.
 
     Of a group no extreme lies beyond the one whose name says so, equality being allowed, and its score is
-    (top + left + bottom + right + 2 centre) / 6. Instead of K^4 groups, pairs of top and bottom that fit are joined
-    with pairs of left and right that fit: P^2 with P the next size of `_sizes` above the number of pairs that
-    the fullest picture has.
+    (top + left + bottom + right + 2 centre) / 6. Instead of K^4 groups, pairs of top and bottom are joined with pairs
+    of left and right, among as many peaks, of those in `_sizes`, as the fullest map has above the threshold.
+
+    Args:
+      scores: Heights of peaks, falling.
+      cells: Where they are, x and y.
+      centres: The map of centres.
+      how: Thresholds, and M.
     """
-    live = scores >= how.threshold
-
-    def pairs(first: int, second: int, axis: int) -> jax.Array:
-        """bool[B, K*K]: both are high enough, and the first is not behind the second."""
-        one, other = cells[:, first, :, None, axis], cells[:, second, None, :, axis]
-        fit = live[:, first, :, None] & live[:, second, None, :] & (one <= other)
-        return fit.reshape(len(fit), -1)
-
-    fit = jnp.stack([pairs(0, 2, 1), pairs(1, 3, 0)], 1)
-    count = fit.sum(-1, dtype=jnp.int32)  # B 2
-    order = _of_true(fit)
+    live = (scores >= how.threshold).sum(-1, dtype=jnp.int32).max()
     sizes = _sizes(scores.shape[-1])
-    joins = [jax.vmap(functools.partial(_join, size=size, how=how)) for size in sizes]
-    bucket = jnp.searchsorted(jnp.array(sizes, jnp.int32), count.max())
-    return jax.lax.switch(bucket, joins, scores, cells, centres, order, count)
+    joins = [jax.vmap(functools.partial(_join, count=size, how=how)) for size in sizes]
+    return jax.lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), live), joins, scores, cells, centres)
 
 
 def _sizes(peaks_of_map: int) -> tuple[int, ...]:
-    """Numbers of pairs for which a join is compiled: those of 8, 16 and 24 peaks, and of all."""
-    whole = peaks_of_map**2
-    return (*(n * n for n in (8, 16, 24) if n * n < whole), whole)
+    """Numbers of peaks for which a join is compiled."""
+    return (*(n for n in (8, 16, 24) if n < peaks_of_map), peaks_of_map)
 
 
-def _of_true(which: jax.Array) -> jax.Array:
-    """int32[..., n]: the places of what is true along the last axis, in order, then zeros.
-
-    (Sorting took four times as long on a CPU.)
-    """
-    count = which.shape[-1]
-    numbers = jnp.arange(count, dtype=jnp.int32)
-    places = jnp.where(which, jnp.cumsum(which, -1, dtype=jnp.int32) - 1, count)
-    return jnp.vectorize(lambda at: jnp.zeros(count, jnp.int32).at[at].set(numbers, mode="drop"), signature="(n)->(n)")(
-        places
-    )
-
-
-def _join(
-    scores: jax.Array,
-    cells: jax.Array,
-    centres: jax.Array,
-    order: jax.Array,
-    count: jax.Array,
-    *,
-    size: int,
-    how: Grouping,
-) -> Groups:
-    """The groups of one picture, from the first `size` pairs of each kind in `order`.
+def _join(scores: jax.Array, cells: jax.Array, centres: jax.Array, *, count: int, how: Grouping) -> Groups:
+    """The groups of one picture, from the first `count` peaks of each map.
 
     The best M groups are in the M rows whose best is best, a row being all groups of one pair of top and bottom: only
     those are sorted, and what all pairs have is never written.
     """
-    number = scores.shape[-1]
-    order = order[:, :size]
-    (top_, left), (bottom, right) = order // number, order % number  # numbers of peaks, P each
-    real = jnp.arange(size)[None] < count[:, None]
-    t, l, b, r = (cells[n, which] for n, which in enumerate((top_, left, bottom, right)))  # P 2
+    number = jnp.arange(count * count)
+    first, second = number // count, number % count  # numbers of peaks of a pair, P of each kind
+    t, l, b, r = (cells[n, which] for n, which in enumerate((first, first, second, second)))  # P 2
     columns = centre_of(l[:, 0], r[:, 0])
-    # Of a pair of left and right: what a top must not be below, a bottom not above; its own left and right; its score.
-    high, low, leftmost, rightmost = (
-        jnp.minimum(l, r)[None, :, 1],
-        jnp.maximum(l, r)[None, :, 1],
-        l[None, :, 0],
-        r[None, :, 0],
-    )
-    level = jnp.where(real[1], scores[1, left] + scores[3, right], -jnp.inf)[None]
     between = centres[:, columns]  # h P
 
+    def of_pair(one: int, other: int, fits: jax.Array) -> jax.Array:
+        """The score of a pair, -inf if it does not fit or a peak is too low."""
+        heights = scores[one, first], scores[other, second]
+        low = jnp.minimum(*heights) < how.threshold
+        return jnp.where(fits & ~low, heights[0] + heights[1], -jnp.inf)
+
+    # Of a pair of left and right: what a top must not be below, a bottom not above; its own left and right; its score.
+    high, low = jnp.minimum(l, r)[None, :, 1], jnp.maximum(l, r)[None, :, 1]
+    leftmost, rightmost = l[None, :, 0], r[None, :, 0]
+    level = of_pair(1, 3, l[:, 0] <= r[:, 0])[None]
     # Of a pair of top and bottom: row of the centre, its top and bottom, what it lies between, its score.
     pairs = {
         "row": centre_of(t[:, 1], b[:, 1]),
@@ -290,7 +261,7 @@ def _join(
         "bottom": b[:, 1],
         "least": jnp.minimum(t, b)[:, 0],
         "most": jnp.maximum(t, b)[:, 0],
-        "score": jnp.where(real[0], scores[0, top_] + scores[2, bottom], -jnp.inf),
+        "score": of_pair(0, 2, t[:, 1] <= b[:, 1]),
     }
 
     def of_rows(pairs: dict[str, jax.Array]) -> jax.Array:
@@ -301,12 +272,12 @@ def _join(
         total = (row["score"] + level + 2 * centre) / 6
         return jnp.where(fits & (centre >= how.centre_threshold), jnp.maximum(total, 0), 0)
 
-    kept = min(how.boxes, size)
+    kept = min(how.boxes, len(number))
     chosen = jax.lax.top_k(of_rows(pairs).max(1), kept)[1]
     some = {name: values[chosen] for name, values in pairs.items()}
-    best, which = jax.lax.top_k(of_rows(some).reshape(-1), min(how.boxes, kept * size))
-    upright, level_ = chosen[which // size], which % size
-    picked = jnp.stack([top_[upright], left[level_], bottom[upright], right[level_]], -1)
+    best, which = jax.lax.top_k(of_rows(some).reshape(-1), min(how.boxes, kept * len(number)))
+    upright, level_ = chosen[which // len(number)], which % len(number)
+    picked = jnp.stack([first[upright], first[level_], second[upright], second[level_]], -1).astype(jnp.int32)
     where = jnp.stack([columns[level_], pairs["row"][upright]], -1)
     missing = ((0, how.boxes - len(best)), (0, 0))
     return Groups(jnp.pad(best, missing[0]), jnp.pad(picked, missing), jnp.pad(where, missing))

@@ -1,9 +1,9 @@
 """FROC: sensitivity of a detector against its false positives a picture.
 
 A threshold on scores keeps some of the boxes that were found. A lesion is found if a box that is kept overlaps it
-enough; it counts once. A box that overlaps no lesion enough is a false positive; a further one on a lesion that is found
-is neither. The curve has a point for each score that occurs, is linear between them, begins at (0, 0) and keeps the last
-sensitivity beyond its end, as the evaluations of DeepLesion have it (CADLab's MULAN).
+enough; it counts once. A box that overlaps no lesion enough is a false positive; a further one on a lesion that was
+found is neither. The curve has a point for each score that occurs, is linear between them, begins at (0, 0) and keeps
+the last sensitivity beyond its end, as the evaluations of DeepLesion have it (CADLab's MULAN).
 
 Boxes are (left, top, right, bottom); those with score 0 are not there.
 """
@@ -237,7 +237,7 @@ def _name(at: float) -> str:
 
 
 def _there(ends: np.ndarray) -> np.ndarray:
-    return np.isfinite(ends).all((-2, -1))
+    return np.asarray(np.isfinite(ends).all((-2, -1)))
 
 
 def _threshold(curve: FrocCurve, false_positives: float) -> float:

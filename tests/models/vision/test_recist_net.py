@@ -261,7 +261,7 @@ def test_work_is_counted_from_the_network():
     assert one.flops > 6 * 49 * 4 * 32 * 32
 
 
-SMOKE = changed(configs.load("recist-smoke"), data__batch_size=8)
+SMOKE = changed(configs.load("recist-smoke"), data__batch_size=8, model__grouping=CONFIG.grouping)
 
 
 def run_of(experiment, devices):
