@@ -27,6 +27,7 @@ _NAMES = (
     "llama_decode",
     "moma_step",
     "gcn_step",
+    "vision_step",
     "embedding_update",
     "flash_attention",
     "grouped_matmul",
