@@ -65,9 +65,11 @@ def _walk(jaxpr: core.Jaxpr, times: int, sums: collections.Counter[tuple[str, st
             unbounded += _walk(params["body_jaxpr"].jaxpr, times, sums)
             unbounded += sums.total() > before
         elif name == "cond":
-            # The most expensive branch: a step may take any of them.
-            trials = []
-            for branch in params["branches"]:
+            # The most expensive branch: a step may take any of them. Of forms for platforms that of all others: one of
+            # a platform may compute more than there is to compute.
+            trials, platforms = [], params.get("branches_platforms") or ()
+            general = [params["branches"][platforms.index(None)]] if None in platforms else params["branches"]
+            for branch in general:
                 trial: collections.Counter[tuple[str, str]] = collections.Counter()
                 trials.append((_walk(branch.jaxpr, times, trial), trial))
             more, most = max(trials, key=lambda t: t[1].total())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.nn import Conv, GroupNorm
+from scalejax.nn import Conv, GroupNorm, convolution, counts
 
 
 def literal(x, filters, stride):
@@ -53,3 +53,52 @@ def test_groups_are_normalised_by_themselves():
 def test_groups_must_divide():
     with pytest.raises(ValueError, match="divide the 6 features; got 4"):
         GroupNorm(6, groups=4)
+
+
+FORMS = {
+    # kernel, stride, inputs, outputs, side
+    "products": (1, 1, 5, 7, 6),
+    "products, stride 2": (1, 2, 5, 7, 7),
+    "two at a time": (3, 1, 16, 16, 6),
+    "four at a time": (3, 1, 3, 16, 8),
+    "a width that does not divide": (3, 1, 3, 16, 7),
+    "one channel": (3, 1, 1, 8, 6),
+    "by parity": (3, 2, 4, 9, 6),
+    "stride 2, odd": (3, 2, 4, 9, 7),
+    "filters of 5": (5, 1, 4, 4, 6),
+    "tap by tap": (3, 1, 4, 5, 2),
+    "tap by tap, stride 2": (3, 2, 4, 5, 4),
+    "tap by tap, one column": (5, 2, 4, 5, 1),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_for_a_cpu_are_xla_s_convolution_with_its_gradients(name, x64):
+    kernel, stride, inputs, outputs, side = FORMS[name]
+    rng = np.random.default_rng(0)
+    x, filters = (
+        rng.normal(size=(2, side + 2 * (side > 2), side, inputs)),
+        rng.normal(size=(kernel, kernel, inputs, outputs)),
+    )
+    y, pull = jax.vjp(lambda x, f: convolution.convolve(x, f, stride), jnp.asarray(x), jnp.asarray(filters))
+    wanted, plainly = jax.vjp(lambda x, f: convolution._plain(x, f, stride), jnp.asarray(x), jnp.asarray(filters))
+    np.testing.assert_allclose(y, wanted, rtol=1e-12, atol=1e-12)
+    g = jnp.asarray(rng.normal(size=y.shape))
+    for ours, theirs in zip(pull(g), plainly(g), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_multiplied_besides_on_a_cpu_is_no_work():
+    conv = Conv(16, 16, rngs=nnx.Rngs(0))
+    assert counts.macs(conv, jax.ShapeDtypeStruct((2, 8, 6, 16), jnp.float32)) == 2 * 8 * 6 * 9 * 16 * 16
+
+
+def test_a_program_for_another_platform_has_xla_s_convolution():
+    x, filters = jax.ShapeDtypeStruct((2, 8, 8, 16), jnp.float32), jax.ShapeDtypeStruct((3, 3, 16, 16), jnp.float32)
+
+    def gradients(x, filters):
+        return jax.grad(lambda x, f: convolution.convolve(x, f).sum(), argnums=(0, 1))(x, filters)
+
+    traced = jax.jit(gradients).trace(x, filters)
+    for platform, wide in (("tpu", False), ("cpu", True)):
+        assert ("3x4x16x32xf32" in traced.lower(lowering_platforms=(platform,)).as_text()) == wide

@@ -35,7 +35,7 @@ from scalejax.train.runs import binding
 
 PEERS = ("torch", "torch-compile")
 
-LEARNING_RATE, MOMENTUM = 0.01, 0.9
+LEARNING_RATE, MOMENTUM = 0.001, 0.9
 
 LOSS_TOLERANCE = 1e-4
 """Relative, over `CHECKED_STEPS` steps: float32 sums in another order."""
