@@ -117,7 +117,9 @@ class TwoHeads:
         """Of the slices; mean and deviation are those of all slices of Colin that have structures."""
         head = self._colin()[0]
         images = _axial(head[:, :, _LOWEST:_HIGHEST], self.size) / np.percentile(head[head > 0], 99)
-        return _schema(images.astype(np.float32)[..., None], ("background", *STRUCTURES), SPACING if self.icbm is None else 1.0)
+        return _schema(
+            images.astype(np.float32)[..., None], ("background", *STRUCTURES), SPACING if self.icbm is None else 1.0
+        )
 
     def build(self) -> ImageDataSet:
         """Reads both heads.
