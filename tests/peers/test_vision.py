@@ -84,7 +84,6 @@ def logits(theirs, images):
 def test_weights_of_transformers_give_its_logits(name, tmp_path):
     theirs = of_transformers(CONFIGS[name])
     theirs.save_pretrained(tmp_path)
-    assert resnet_checkpoints.read_config(tmp_path / "config.json") == CONFIGS[name]
     ours = model_of(tmp_path, CONFIGS[name])(jnp.asarray(pictures()), "evaluation")
     wanted = logits(theirs, pictures())
     assert np.abs(wanted).max() > 0.1

@@ -216,7 +216,7 @@ def of_one_device():
 QUICK = {
     # All forms where a loss has collectives or rows of its own; elsewhere at least the explicit one.
     "pair": ("implicit", "explicit", "ddp"),
-    **dict.fromkeys(("segmenter", "detector", "supernet"), ("implicit", "explicit")),
+    **dict.fromkeys(("segmenter", "detector", "supernet", "pictures"), ("implicit", "explicit")),
     **dict.fromkeys(("inversion", "pruner", "preferences", "mixer"), ("explicit",)),
     "diffusion": ("implicit",),
 }

@@ -35,9 +35,6 @@ from scalejax.nn.norm import Purpose
 from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.self_distillation import AnyLearning, CrossEntropy
 
-EXPANSION = 4
-"""Channels that a bottleneck gives over its width."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
@@ -68,6 +65,11 @@ class ResNetConfig:
                 "ResNetConfig: depths and widths must have a positive number a stage each; got "
                 f"{self.depths} and {self.widths}."
             )
+
+    @property
+    def expansion(self) -> int:
+        """Channels that a block gives over its width."""
+        return 4 if self.block == "bottleneck" else 1
 
     def build(self, schema: ImageSchema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "ResNet":
         """The model for pictures of a data set."""
@@ -139,7 +141,7 @@ SIZES = {
 """Published sizes."""
 
 
-class ConvNorm(nnx.Module):
+class ConvBatchNorm(nnx.Module):
     """norm(conv(x))."""
 
     def __init__(self, inputs: int, outputs: int, *, kernel: int, stride: int = 1, rngs: nnx.Rngs, dtypes: nn.Dtypes):
@@ -157,14 +159,13 @@ class ResidualBlock(nnx.Module):
     def __init__(
         self, config: ResNetConfig, inputs: int, width: int, *, stride: int, rngs: nnx.Rngs, dtypes: nn.Dtypes
     ):
-        def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> ConvNorm:
-            return ConvNorm(inputs, outputs, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
+        def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> ConvBatchNorm:
+            return ConvBatchNorm(inputs, outputs, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
 
+        self.outputs = config.expansion * width
         if config.block == "basic":
-            self.outputs = width
             convs = [conv(inputs, width, 3, stride), conv(width, width, 3)]
         else:
-            self.outputs = EXPANSION * width
             convs = [conv(inputs, width, 1), conv(width, width, 3, stride), conv(width, self.outputs, 1)]
         self.convs = nnx.List(convs)
         changes = stride > 1 or inputs != self.outputs
@@ -192,7 +193,7 @@ class ResNet(nnx.Module):
         """Filters start as `nn.Conv` has them, the matrix of the logits normal with deviation 0.01."""
         channels = config.widths[0]
         kernel, stride = (3, 1) if config.stem == "cifar" else (7, 2)
-        self.stem = ConvNorm(schema.channels, channels, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
+        self.stem = ConvBatchNorm(schema.channels, channels, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
         stages: list[nnx.List[ResidualBlock]] = []
         for stage, (depth, width) in enumerate(zip(config.depths, config.widths, strict=True)):
             blocks: list[ResidualBlock] = []

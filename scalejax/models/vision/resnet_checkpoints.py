@@ -7,10 +7,9 @@ Which names a folder has is seen from them. With those of Hugging Face config.js
 that of the recipe, and preprocessor_config.json how pixels are standardised.
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from flax import nnx
@@ -21,8 +20,8 @@ from scalejax.errors import UserError
 from scalejax.models.llm import mapping, safetensors
 from scalejax.models.llm.mapping import Entry, TensorSource
 from scalejax.models.llm.safetensors import Written
-from scalejax.models.vision.resnet import EXPANSION, ResNet, ResNetConfig
 from scalejax.nn import counts
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train import disk
 from scalejax.train.checkpoints.array_store import AnyArray, LazyArray
 from scalejax.train.checkpoints.trained import Trained
@@ -39,10 +38,37 @@ _STEMS = {
     "torchvision": ("conv1", "bn1"),
 }
 _HEADS = {"huggingface": "classifier.1", "torchvision": "fc"}
+_DEFAULTS = {
+    "embedding_size": 64,
+    "hidden_sizes": [256, 512, 1024, 2048],
+    "depths": [3, 4, 6, 3],
+    "layer_type": "bottleneck",
+    "hidden_act": "relu",
+    "downsample_in_first_stage": False,
+    "downsample_in_bottleneck": False,
+}
 _NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "variance": "running_var"}
 
 
-def _convolutions(config: ResNetConfig, names: Names) -> Iterator[tuple[str, str, str]]:
+class ResNetShape(Protocol):
+    """What is known of `resnet.ResNetConfig`, which knows this file."""
+
+    @property
+    def stem(self) -> str: ...
+    @property
+    def block(self) -> str: ...
+    @property
+    def depths(self) -> tuple[int, ...]: ...
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+    @property
+    def shortcut(self) -> str: ...
+    @property
+    def expansion(self) -> int: ...
+    def build(self, schema: ImageSchema, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module: ...
+
+
+def _convolutions(config: ResNetShape, names: Names) -> Iterator[tuple[str, str, str]]:
     """(path of ours, name of the convolution, name of its norm) of all."""
     yield "stem", *_STEMS[names]
     in_block = 2 if config.block == "basic" else 3
@@ -63,12 +89,12 @@ def _convolutions(config: ResNetConfig, names: Names) -> Iterator[tuple[str, str
 
 
 def table(
-    config: ResNetConfig, shapes: Mapping[str, tuple[int, ...]], names: Names
+    config: ResNetShape, shapes: Mapping[str, tuple[int, ...]], names: Names
 ) -> tuple[tuple[Entry, ...], dict[str, int]]:
     """What a parameter or a running mean is called there: (a line each, the sizes of their axes).
 
     Args:
-      config: Architecture.
+      config: ResNetShape.
       shapes: Path of ours -> shape; paths that are not in it have no line.
       names: Whose.
     """
@@ -91,13 +117,13 @@ def table(
     return tuple(found), sizes
 
 
-def shapes_of(config: ResNetConfig, schema: ImageSchema) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: ResNetShape, schema: ImageSchema) -> dict[str, tuple[int, ...]]:
     """Path -> shape of the parameters and running means of a model."""
-    state = nnx.to_flat_state(nnx.state(counts.abstract(ResNet, config, schema), (nnx.Param, nnx.BatchStat)))
+    state = nnx.to_flat_state(nnx.state(counts.abstract(config.build, schema), (nnx.Param, nnx.BatchStat)))
     return {"/".join(map(str, path)): variable.get_value().shape for path, variable in state}
 
 
-def open_folder(folder: pathlib.Path, config: ResNetConfig, schema: ImageSchema) -> Trained:
+def open_folder(folder: pathlib.Path, config: ResNetShape, schema: ImageSchema) -> Trained:
     """A ResNet of others as something to begin with; arrays are read when they are indexed.
 
     Its head may be for other classes: `surgery.heads.NewHead` begins with all but that.
@@ -113,7 +139,7 @@ def open_folder(folder: pathlib.Path, config: ResNetConfig, schema: ImageSchema)
     tensors = safetensors.open_folder(folder)
     names: Names = "torchvision" if f"{_STEMS['torchvision'][0]}.weight" in tensors else "huggingface"
     if names == "huggingface":
-        _check_same(config, read_config(folder / CONFIG), folder)
+        _check_same(config, schema, folder / CONFIG)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{_COUNTER}")}
     shapes = shapes_of(config, schema)
     head = tensors.get(f"{_HEADS[names]}.weight")
@@ -136,7 +162,7 @@ def open_folder(folder: pathlib.Path, config: ResNetConfig, schema: ImageSchema)
     )
 
 
-def renamed(config: ResNetConfig, arrays: Mapping[str, AnyArray], names: Names) -> dict[str, np.ndarray]:
+def renamed(config: ResNetShape, arrays: Mapping[str, AnyArray], names: Names) -> dict[str, np.ndarray]:
     """Arrays by path of ours as tensors by the names of others."""
     entries, sizes = table(config, {path: tuple(a.shape) for path, a in arrays.items()}, names)
     return {entry.name: entry.to_tensor(np.asarray(arrays[entry.path][...]), sizes) for entry in entries}
@@ -144,7 +170,7 @@ def renamed(config: ResNetConfig, arrays: Mapping[str, AnyArray], names: Names) 
 
 def write_folder(
     folder: pathlib.Path,
-    config: ResNetConfig,
+    config: ResNetShape,
     schema: ImageSchema,
     arrays: Mapping[str, AnyArray],
     names: Names = "huggingface",
@@ -187,49 +213,14 @@ def write_folder(
             disk.write_json(made / PREPROCESSOR, _preprocessor(schema))
 
 
-def read_config(where: pathlib.Path) -> ResNetConfig:
-    """The architecture that a config.json of Hugging Face says.
-
-    Raises:
-      UserError: it cannot be read, is of no ResNet, or of one that cannot be had here.
-    """
-    try:
-        content: Any = json_reading.read(where)
-        kind = content.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{where}: cannot be read as a JSON object: {error}. Copy the file anew.") from error
-    if kind != "resnet":
-        raise UserError(f"{where}: model_type must be 'resnet'; got {kind!r}. Give the folder of a {_MODEL}.")
-    only = {"hidden_act": "relu", "downsample_in_first_stage": False, "downsample_in_bottleneck": False}
-    for name, known in only.items():
-        if content.get(name, known) != known:
-            raise UserError(f"{where}: {name} must be {known!r}; got {content[name]!r}, which is not known here.")
-    block = content.get("layer_type", "bottleneck")
-    try:
-        sizes, depths = tuple(content["hidden_sizes"]), tuple(content["depths"])
-        widths = tuple(size // EXPANSION for size in sizes) if block == "bottleneck" else sizes
-        same = content["embedding_size"] == widths[0]
-    except (KeyError, TypeError, IndexError) as error:
-        raise UserError(
-            f"{where}: lacks hidden_sizes, depths or embedding_size: {error}. Copy the file anew."
-        ) from error
-    if not same:
-        raise UserError(
-            f"{where}: embedding_size must be {widths[0]}, the width of the first stage; got "
-            f"{content['embedding_size']}, which is not known here."
-        )
-    return ResNetConfig(stem="imagenet", block=block, depths=depths, widths=widths)
-
-
-def config_json(config: ResNetConfig, schema: ImageSchema) -> dict[str, object]:
-    """The content of config.json: the inverse of `read_config`, with the names of the classes."""
-    wider = EXPANSION if config.block == "bottleneck" else 1
+def config_json(config: ResNetShape, schema: ImageSchema) -> dict[str, object]:
+    """The content of config.json."""
     return {
         "architectures": [_MODEL],
         "model_type": "resnet",
         "num_channels": schema.channels,
         "embedding_size": config.widths[0],
-        "hidden_sizes": [wider * width for width in config.widths],
+        "hidden_sizes": [config.expansion * width for width in config.widths],
         "depths": list(config.depths),
         "layer_type": config.block,
         "hidden_act": "relu",
@@ -257,14 +248,20 @@ def _preprocessor(schema: ImageSchema) -> dict[str, object]:
     }
 
 
-def _check_same(wanted: ResNetConfig, found: ResNetConfig, folder: pathlib.Path) -> None:
-    found = dataclasses.replace(found, learning=wanted.learning)
-    different = [f.name for f in dataclasses.fields(wanted) if getattr(wanted, f.name) != getattr(found, f.name)]
+def _check_same(config: ResNetShape, schema: ImageSchema, where: pathlib.Path) -> None:
+    """Compares what a config.json says with what the recipe asks for; their defaults are those of transformers."""
+    try:
+        content: Any = json_reading.read(where)
+        kind = content.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{where}: cannot be read as a JSON object: {error}. Copy the file anew.") from error
+    if kind != "resnet":
+        raise UserError(f"{where}: model_type must be 'resnet'; got {kind!r}. Give the folder of a {_MODEL}.")
+    wanted, found = config_json(config, schema), {**_DEFAULTS, **content}
+    different = [name for name in _DEFAULTS if found[name] != wanted[name]]
     if different:
-        said = "; ".join(f"{n} is {getattr(found, n)!r} there and {getattr(wanted, n)!r} here" for n in different)
-        sets = " ".join(f"--set model.{name}={_plain(getattr(found, name))}" for name in different)
-        raise UserError(f"{folder} holds another ResNet: {said}. Set what it is: {sets}.")
-
-
-def _plain(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        said = "; ".join(f"{name} is {found[name]!r} there and {wanted[name]!r} by the recipe" for name in different)
+        raise UserError(
+            f"{where}: {said}. Set model.block, model.depths and model.widths to what it is: the widths are "
+            "hidden_sizes, with bottlenecks a quarter of them. Other fields cannot be set here."
+        )
