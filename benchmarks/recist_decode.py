@@ -53,7 +53,8 @@ def main() -> None:
     print("```\npython benchmarks/recist_decode.py\n```\n")
     print(f"K = {PEAKS} peaks a map of {SIDE} x {SIDE}; CPU time, least of {TURNS} runs that take turns. Joins that")
     print(
-        f"keep the best {kept[0]} groups, as recipes do, and {kept[1]}, as ExtremeNet does; the enumeration sorts none.\n"
+        f"keep the best {kept[0]} groups, as recipes do, and {kept[1]}, as ExtremeNet does; the enumeration sorts none."
+        "\n"
     )
     print("| peaks above the threshold | groups | enumeration, ms | join, ms | ratio | join of 1000, ms | ratio |")
     print("|---" * 7 + "|")
