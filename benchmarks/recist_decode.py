@@ -44,7 +44,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 def main() -> None:
     """Prints the table."""
-    kept = (Grouping().boxes, 1000)
+    kept = (100, Grouping().boxes)
     device = jax.devices()[0]
     print("# Grouping: a join of pairs against all of K^4\n")
     print(
@@ -52,10 +52,7 @@ def main() -> None:
     )
     print("```\npython benchmarks/recist_decode.py\n```\n")
     print(f"K = {PEAKS} peaks a map of {SIDE} x {SIDE}; CPU time, least of {TURNS} runs that take turns. Joins that")
-    print(
-        f"keep the best {kept[0]} groups, as recipes do, and {kept[1]}, as ExtremeNet does; the enumeration sorts none."
-        "\n"
-    )
+    print(f"keep the best {kept[0]} groups, and {kept[1]}, as recipes and ExtremeNet do; the enumeration sorts none.\n")
     print("| peaks above the threshold | groups | enumeration, ms | join, ms | ratio | join of 1000, ms | ratio |")
     print("|---" * 7 + "|")
     for live in LIVE:

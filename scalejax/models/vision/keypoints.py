@@ -11,6 +11,7 @@ Extremes may coincide. Every shape is static and the code knows no mesh.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -46,7 +47,7 @@ class Grouping:
     threshold: float = 0.1
     centre_threshold: float = 0.1
     aggregation: float = 0.1
-    boxes: int = 100
+    boxes: int = 1000
     sigma: float = 0.5
     overlap: float = 0.0
     ghosts: float | None = 4.0
@@ -213,7 +214,7 @@ def group(
 
     Of a group no extreme lies beyond the one whose name says so, equality being allowed, and its score is
     (top + left + bottom + right + 2 centre) / 6. Instead of K^4 groups, pairs of top and bottom are joined with pairs
-    of left and right, among as many peaks, of those in `_sizes`, as the fullest map has above the threshold.
+    of left and right, among few peaks or all, as the fullest map has them above the threshold.
 
     Args:
       scores: Heights of peaks, falling.
@@ -221,64 +222,105 @@ def group(
       centres: The map of centres.
       how: Thresholds, and M.
     """
-    live = (scores >= how.threshold).sum(-1, dtype=jnp.int32).max()
-    sizes = _sizes(scores.shape[-1])
-    joins = [jax.vmap(functools.partial(_join, count=size, how=how)) for size in sizes]
-    return jax.lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), live), joins, scores, cells, centres)
+    count, live = scores.shape[-1], scores >= how.threshold
+    few = [number for number in _FEW if number < count]
+    joins = [jax.vmap(functools.partial(_join_first, first=number, how=how)) for number in few]
+    which = jnp.searchsorted(jnp.array([*few, count], jnp.int32), live.sum(-1, dtype=jnp.int32).max())
+    joins += [functools.partial(_join_fitting, how=how)]
+    return jax.lax.switch(which, joins, scores, cells, centres)
 
 
-def _sizes(peaks_of_map: int) -> tuple[int, ...]:
-    """Numbers of peaks for which a join is compiled."""
-    return (*(n for n in (8, 16, 24) if n < peaks_of_map), peaks_of_map)
+_FEW = (8, 12, 16, 24)
+"""Numbers of peaks among which all pairs are joined; among more, those are looked for that fit."""
 
 
-def _join(scores: jax.Array, cells: jax.Array, centres: jax.Array, *, count: int, how: Grouping) -> Groups:
-    """The groups of one picture, from the first `count` peaks of each map.
+def _join_first(scores: jax.Array, cells: jax.Array, centres: jax.Array, *, first: int, how: Grouping) -> Groups:
+    """The groups of one picture, among the first peaks of each map."""
+    number = jnp.arange(first * first)
+    pairs = number // first * scores.shape[-1] + number % first
+    return _join(scores, cells, centres, jnp.stack([pairs, pairs]), how=how)
+
+
+def _join_fitting(scores: jax.Array, cells: jax.Array, centres: jax.Array, *, how: Grouping) -> Groups:
+    """The groups of some pictures, among the pairs that fit: usually little more than half of all."""
+    count, live = scores.shape[-1], scores >= how.threshold
+
+    def fit(first: int, second: int, axis: int) -> jax.Array:
+        one, other = cells[:, first, :, None, axis], cells[:, second, None, :, axis]
+        both = live[:, first, :, None] & live[:, second, None, :] & (one <= other)
+        return both.reshape(len(both), -1)
+
+    fits = jnp.stack([fit(0, 2, 1), fit(1, 3, 0)], 1)  # B 2 K*K
+    most, every = fits.sum(-1, dtype=jnp.int32).max(), jnp.arange(count * count, dtype=jnp.int32)
+    places = jnp.where(fits, jnp.cumsum(fits, -1, dtype=jnp.int32) - 1, count * count)
+
+    def joined(size: int) -> Callable[[jax.Array], Groups]:
+        def numbers(at: jax.Array) -> jax.Array:
+            return jnp.full(size, count * count, jnp.int32).at[at].set(every, mode="drop")
+
+        def one(scores: jax.Array, cells: jax.Array, centres: jax.Array, places: jax.Array) -> Groups:
+            return _join(scores, cells, centres, jnp.stack([numbers(places[0]), numbers(places[1])]), how=how)
+
+        return lambda places: jax.vmap(one)(scores, cells, centres, places)
+
+    half = -(-3 * count * count // 4)
+    return jax.lax.cond(most <= half, joined(half), joined(count * count), places)
+
+
+def _join(scores: jax.Array, cells: jax.Array, centres: jax.Array, pairs: jax.Array, *, how: Grouping) -> Groups:
+    """The groups of one picture.
 
     The best M groups are in the M rows whose best is best, a row being all groups of one pair of top and bottom: only
     those are sorted, and what all pairs have is never written.
+
+    Args:
+      scores: As for `group`.
+      cells: Likewise.
+      centres: Likewise.
+      pairs: int[2, P], pairs of top and bottom and pairs of left and right, by the number of the first x K + that of
+        the second; K^2 = none.
+      how: Likewise.
     """
-    number = jnp.arange(count * count)
-    first, second = number // count, number % count  # numbers of peaks of a pair, P of each kind
-    t, l, b, r = (cells[n, which] for n, which in enumerate((first, first, second, second)))  # P 2
+    count, size = scores.shape[-1], pairs.shape[1]
+    (top_, left), (bottom, right) = jnp.minimum(pairs // count, count - 1), pairs % count  # P each
+    t, l, b, r = (cells[n, which] for n, which in enumerate((top_, left, bottom, right)))  # P 2
     columns = centre_of(l[:, 0], r[:, 0])
     between = centres[:, columns]  # h P
 
-    def of_pair(one: int, other: int, fits: jax.Array) -> jax.Array:
-        """The score of a pair, -inf if it does not fit or a peak is too low."""
-        heights = scores[one, first], scores[other, second]
-        low = jnp.minimum(*heights) < how.threshold
-        return jnp.where(fits & ~low, heights[0] + heights[1], -jnp.inf)
+    def of_pair(real: jax.Array, one: jax.Array, other: jax.Array, fits: jax.Array) -> jax.Array:
+        """The score of a pair, -inf if it is none, does not fit or a peak is too low."""
+        high = jnp.minimum(one, other) >= how.threshold
+        return jnp.where((real < count * count) & fits & high, one + other, -jnp.inf)
 
     # Of a pair of left and right: what a top must not be below, a bottom not above; its own left and right; its score.
     high, low = jnp.minimum(l, r)[None, :, 1], jnp.maximum(l, r)[None, :, 1]
     leftmost, rightmost = l[None, :, 0], r[None, :, 0]
-    level = of_pair(1, 3, l[:, 0] <= r[:, 0])[None]
+    level = of_pair(pairs[1], scores[1, left], scores[3, right], l[:, 0] <= r[:, 0])[None]
     # Of a pair of top and bottom: row of the centre, its top and bottom, what it lies between, its score.
-    pairs = {
+    of = {
         "row": centre_of(t[:, 1], b[:, 1]),
         "top": t[:, 1],
         "bottom": b[:, 1],
         "least": jnp.minimum(t, b)[:, 0],
         "most": jnp.maximum(t, b)[:, 0],
-        "score": of_pair(0, 2, t[:, 1] <= b[:, 1]),
+        "score": of_pair(pairs[0], scores[0, top_], scores[2, bottom], t[:, 1] <= b[:, 1]),
     }
 
-    def of_rows(pairs: dict[str, jax.Array]) -> jax.Array:
+    def of_rows(of: dict[str, jax.Array]) -> jax.Array:
         """Scores of the groups of some pairs of top and bottom with all of left and right, 0 where they do not fit."""
-        centre = between[pairs["row"]]
-        row = {name: values[:, None] for name, values in pairs.items()}
+        centre = between[of["row"]]
+        row = {name: values[:, None] for name, values in of.items()}
         fits = (row["top"] <= high) & (row["bottom"] >= low) & (leftmost <= row["least"]) & (rightmost >= row["most"])
         total = (row["score"] + level + 2 * centre) / 6
         return jnp.where(fits & (centre >= how.centre_threshold), jnp.maximum(total, 0), 0)
 
-    kept = min(how.boxes, len(number))
-    chosen = jax.lax.top_k(of_rows(pairs).max(1), kept)[1]
-    some = {name: values[chosen] for name, values in pairs.items()}
-    best, which = jax.lax.top_k(of_rows(some).reshape(-1), min(how.boxes, kept * len(number)))
-    upright, level_ = chosen[which // len(number)], which % len(number)
-    picked = jnp.stack([first[upright], first[level_], second[upright], second[level_]], -1).astype(jnp.int32)
-    where = jnp.stack([columns[level_], pairs["row"][upright]], -1)
+    kept = min(how.boxes, size)
+    chosen = jax.lax.top_k(of_rows(of).max(1), kept)[1]
+    some = {name: values[chosen] for name, values in of.items()}
+    best, which = jax.lax.top_k(of_rows(some).reshape(-1), min(how.boxes, kept * size))
+    upright, level_ = chosen[which // size], which % size
+    picked = jnp.stack([top_[upright], left[level_], bottom[upright], right[level_]], -1).astype(jnp.int32)
+    where = jnp.stack([columns[level_], of["row"][upright]], -1)
     missing = ((0, how.boxes - len(best)), (0, 0))
     return Groups(jnp.pad(best, missing[0]), jnp.pad(picked, missing), jnp.pad(where, missing))
 

@@ -221,7 +221,7 @@ def test_of_more_groups_than_are_kept_the_best_are():
 
 @pytest.mark.parametrize("live", [5, 13, 20, 30])
 def test_every_size_of_the_join_gives_the_same(live):
-    """Of 30 peaks a map so many count; the sizes that are compiled are those of 8, 16, 24 and all."""
+    """Of 30 peaks a map so many count; joins are compiled for 8, 12, 16, 24 and all."""
     rng = np.random.default_rng(live)
     scores = np.sort(rng.uniform(0.2, 1, (1, 4, 30)).astype(np.float32))[..., ::-1]
     scores = np.where(np.arange(30) < live, scores, np.float32(0))
