@@ -195,7 +195,7 @@ def test_wrong_values_say_what_was_wanted(experiment, text, words):
         ("model.mlp.hidden.first=3", "is a tuple: give a position"),
         (
             "optimizer.weight_decay=0.1",
-            "of type Adam, which has no field 'weight_decay'; put --set optimizer=Sgd or --set optimizer=AdamW before it",
+            "of type Adam, which has no field 'weight_decay'; put --set optimizer=Sgd or --set optimizer=AdamW",
         ),
         ("optimizer.learning_rate.peak=1", "put --set optimizer.learning_rate=WarmupCosine or --set optimizer"),
     ],
