@@ -32,7 +32,7 @@ def nuclei() -> Experiment:
 def deep_lesion() -> Experiment:
     """ExtremeNet's network on DeepLesion, which you bring: set data.path. Nobody has run this one."""
     return _common.experiment(
-        model=RecistNetConfig(padding=5.0, pictures=False),
+        model=RecistNetConfig(padding=5.0),
         data=DeepLesion(augment=Augment(flip="horizontal")),
         steps=100_000,
         optimizer=optim.Adam(learning_rate=optim.Constant(value=2.5e-4)),

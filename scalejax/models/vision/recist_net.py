@@ -83,7 +83,7 @@ class RecistNetConfig:
       ends: Weight of the loss of the ends of diameters, or of the size of a box, in cells.
       padding: Pixels around the marks that belong to a box: 5 in DeepLesion.
       objects: Most lesions of a picture.
-      pictures: Whether reports show pictures; those of a whole split are then kept on the host while it is scored.
+      pictures: Whether reports show pictures with what was found.
     """
 
     backbone: HourglassConfig = hourglass.SIZES["extremenet"]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from scalejax.data.images import pictures
+from scalejax.data.images.pictures import Drawn, Panel
 from scalejax.train.metrics.evaluation import Picture, save_picture
 from scalejax.train.metrics.protocol import Collected, MetricBase, Value
 
@@ -153,7 +154,11 @@ class Froc(MetricBase):
 
     @property
     def collects(self) -> tuple[str, ...]:
-        return ("boxes", "scores", "diameters", "regressed", "ends") + (("images",) if self.pictures else ())
+        return ("boxes", "scores", "diameters", "regressed", "ends")
+
+    @property
+    def shows(self) -> tuple[str, ...]:
+        return ("images",) if self.pictures else ()
 
     @property
     def counts(self) -> tuple[str, str]:
@@ -225,11 +230,11 @@ class Froc(MetricBase):
         if self.pictures:
             threshold = _threshold(curve, 1.0)
             caption = (
-                "Diameters as they are (thin, white), and found with their boxes (yellow; red: the short one is "
-                "regressed) at one false positive a picture."
+                "Diameters as they are (green), and as they were found, with their boxes, at one false positive a "
+                "picture (dashed; a star where the short one is regressed)."
             )
-            drawn = sheet(collected, threshold)
-            save_picture(folder, Picture(split=split, name="lesions", caption=caption, svg=drawn))
+            panels = [panel(collected, number, threshold) for number in range(min(_SHOWN, len(collected["images"])))]
+            save_picture(folder, Picture(split=split, name="lesions", caption=caption, svg=pictures.grid(panels)))
 
 
 def _name(at: float) -> str:
@@ -245,36 +250,16 @@ def _threshold(curve: FrocCurve, false_positives: float) -> float:
     return float(curve.thresholds[curve.false_positives <= false_positives].min(initial=np.inf))
 
 
-def sheet(collected: Collected, threshold: float, columns: int = 4, scale: int = 2) -> str:
-    """The first pictures as one SVG, with their diameters and with what was found at a threshold."""
-    images = np.asarray(collected["images"][:_SHOWN], np.float32).mean(-1)
-    low, high = (images.reshape(len(images), -1).T[:, :, None].transpose(1, 0, 2).min(1), images.max((1, 2)))
-    low = low.reshape(-1, 1, 1)
-    grey = np.rint((images - low) / np.maximum(high.reshape(-1, 1, 1) - low, 1e-9) * 255).astype(np.uint8)
-    columns = min(columns, len(images))
-    whole = pictures.svg(pictures.sheet(grey, columns), scale)
-    height, width = images.shape[1:]
-    marks: list[str] = []
-    for number in range(len(images)):
-        x, y = number % columns * (width + 2) + 0.5, number // columns * (height + 2) + 0.5
-        ends = collected["ends"][number]
-        lines = [_cross(cross, "#fff", 0.7) for cross in ends[_there(ends)]]
-        for kept in np.flatnonzero(collected["scores"][number] >= threshold):
-            colour = "#f43" if collected["regressed"][number, kept] else "#fd0"
-            left, top, right, bottom = collected["boxes"][number, kept]
-            lines.append(
-                f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" '
-                f'fill="none" stroke="{colour}" stroke-width="0.5"/>'
-            )
-            lines.append(_cross(collected["diameters"][number, kept], colour, 1.0))
-        marks.append(f'<g transform="scale({scale}) translate({x},{y})">{"".join(lines)}</g>')
-    return whole.removesuffix("</svg>") + "".join(marks) + "</svg>"
-
-
-def _cross(ends: np.ndarray, colour: str, width: float) -> str:
-    (a, b), (c, d), (e, f), (g, h) = ends
-    path = f"M{a:.1f} {b:.1f}L{c:.1f} {d:.1f}M{e:.1f} {f:.1f}L{g:.1f} {h:.1f}"
-    return f'<path d="{path}" stroke="{colour}" stroke-width="{width}" fill="none"/>'
+def panel(collected: Collected, number: int, threshold: float) -> Panel:
+    """A picture with its diameters and with what was found at a threshold."""
+    ends = collected["ends"][number]
+    drawn = [Drawn(kind="polygon", points=pair) for cross in ends[_there(ends)] for pair in (cross[:2], cross[2:])]
+    for kept in np.flatnonzero(collected["scores"][number] >= threshold):
+        label = "*" if collected["regressed"][number, kept] else ""
+        drawn.append(Drawn(kind="box", points=collected["boxes"][number, kept].reshape(2, 2), said=True, label=label))
+        cross = collected["diameters"][number, kept]
+        drawn += [Drawn(kind="polygon", points=pair, said=True) for pair in (cross[:2], cross[2:])]
+    return Panel(pixels=collected["images"][number].astype(np.float32), drawn=tuple(drawn))
 
 
 def _drawn_curve(curve: FrocCurve) -> str:

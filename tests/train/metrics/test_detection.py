@@ -144,8 +144,11 @@ def test_the_metric_says_what_the_curve_says_and_keeps_pictures(tmp_path):
         held = json.loads((tmp_path / "evaluation" / "pictures" / f"test-{name}.json").read_text())
         assert held["svg"].startswith("<svg")
         assert held["svg"].endswith("</svg>")
-    assert held["svg"].count("<path") >= 3
-    assert "images" not in Froc(pictures=False).collects
+    # Two diameters of each of two lesions, and of each of the two that were found, which have boxes.
+    assert held["svg"].count("<polygon") == 4 + 4
+    assert held["svg"].count("<rect") == 2
+    assert Froc(pictures=True).shows == ("images",)
+    assert Froc(pictures=False).shows == ()
 
 
 def test_boxes_have_their_padding():
