@@ -57,7 +57,7 @@ def scores(found: recist_net.Found, ends: np.ndarray) -> dict[str, dict[str, flo
 
 def measured(read: str, seed: int, steps: int | None) -> dict[str, Any]:
     """Trains one and scores it."""
-    experiment = configs.load("recist-nuclei")
+    experiment: Any = configs.load("recist-nuclei")
     experiment = dataclasses.replace(
         experiment,
         model=dataclasses.replace(experiment.model, read=read),
@@ -66,7 +66,7 @@ def measured(read: str, seed: int, steps: int | None) -> dict[str, Any]:
         steps=steps or experiment.steps,
     )
     start = time.perf_counter()
-    run = Run.bind(experiment, experiment.data.build(), make_mesh(MeshShape(), jax.devices()[:1]))
+    run: Any = Run.bind(experiment, experiment.data.build(), make_mesh(MeshShape(), jax.devices()[:1]))
     state = run.program.init()
     batches = run.program.task.train_batches(run.data, run.mesh, 0)
     for number, batch in zip(range(experiment.steps), batches, strict=False):

@@ -24,7 +24,7 @@ checkpoint, lies where its examples lie, and is never gathered.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ QUEUE = "soft_labels"
 """Attribute of a network under which logits wait for the next step."""
 
 
-class SoftLabels(nnx.Variable):
+class SoftLabels(nnx.Variable[jax.Array]):
     """Logits that wait for the next step, wide[rows of a batch, views, classes]."""
 
 
@@ -87,8 +87,14 @@ class CrossEntropy:
     """
 
     smoothing: float = 0.0
-    views: ClassVar[tuple[View, ...]] = ()
-    waiting: ClassVar[int] = 0
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        return ()
+
+    @property
+    def waiting(self) -> int:
+        return 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.smoothing < 1:
@@ -177,8 +183,15 @@ class Dlb:
     alpha: float = 1.0
     temperature: float = 3.0
     base: CrossEntropy = CrossEntropy()
-    views: ClassVar[tuple[View, ...]] = (View(prefix="before_", channel=1, ahead=-1),)
-    waiting: ClassVar[int] = 1
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The batch before."""
+        return (View(prefix="before_", channel=1, ahead=-1),)
+
+    @property
+    def waiting(self) -> int:
+        return 1
 
     def __post_init__(self) -> None:
         if not self.alpha >= 0:
@@ -209,8 +222,14 @@ class Sam:
 
     radius: float = 0.05
     base: CrossEntropy = CrossEntropy()
-    views: ClassVar[tuple[View, ...]] = ()
-    waiting: ClassVar[int] = 0
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        return ()
+
+    @property
+    def waiting(self) -> int:
+        return 0
 
     def __post_init__(self) -> None:
         if not self.radius > 0:
