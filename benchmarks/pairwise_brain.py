@@ -37,7 +37,6 @@ from scalejax.data.images import pictures
 from scalejax.data.images.augment import Augment
 from scalejax.models.vision.segmentation import SegmentationSettings
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train.metrics.segmentation import grey, levels
 from scalejax.train.runs import binding, scoring
 from scalejax.train.runs.run import Run
 
@@ -182,6 +181,18 @@ def _interval(values: list[float], *, sign: bool = False) -> str:
     return f"{mean} ± {T_95 * statistics.stdev(values) / math.sqrt(len(values)):.3f}"
 
 
+def grey(images: np.ndarray) -> np.ndarray:
+    """The first channel of [N, H, W, C] as uint8[N, H, W], from the darkest pixel of each picture to its brightest."""
+    x = images[..., 0].astype(np.float64)
+    low, high = (f(x, axis=(1, 2), keepdims=True) for f in (np.min, np.max))
+    return (255 * (x - low) / np.maximum(high - low, 1e-9)).astype(np.uint8)
+
+
+def levels(masks: np.ndarray, structures: int) -> np.ndarray:
+    """Labels as shades of grey, uint8[N, H, W]."""
+    return (masks.astype(np.int64) * 255 // structures).astype(np.uint8)
+
+
 def picture(kept: Kept, path: pathlib.Path, slices: int, seed: int) -> None:
     """Slices of ICBM 152, their labels, and what the U-Net and the pairwise model make of them."""
     rows = None
@@ -190,7 +201,7 @@ def picture(kept: Kept, path: pathlib.Path, slices: int, seed: int) -> None:
         found = scores(run, state, Augment()).collected
         shown = np.linspace(2, len(found["masks"]) - 3, 8).round().astype(int)
         if rows is None:
-            rows = [grey(found["images"][shown]), levels(found["masks"][shown], 4)]
+            rows = [grey(run.data.splits["test"]["images"][shown]), levels(found["masks"][shown], 4)]
         rows.append(levels(found["predicted"][shown], 4))
     assert rows is not None
     path.write_text(pictures.svg(pictures.sheet(np.concatenate(rows), 8), scale=1) + "\n")

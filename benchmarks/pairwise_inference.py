@@ -7,6 +7,7 @@ Both models are compiled for a batch of pictures and called in turns; the ratio 
 
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ ROUNDS = 15
 CASES = (((16, 32, 64, 128), 128, 4), ((32, 64, 128, 256, 512), 128, 2), ((32, 64, 128, 256, 512), 256, 1))
 
 
-def seconds(function, *inputs) -> float:
+def seconds(function: Callable[..., object], *inputs: object) -> float:
     begun = time.perf_counter()
     jax.block_until_ready(function(*inputs))
     return time.perf_counter() - begun

@@ -82,7 +82,7 @@ class Surfaces(MetricBase):
     there is no distance: such a case does not count in the mean but in `hd95_missed`.
 
     The loss gives "predicted", uint8[B, H, W]; host batches have "masks", int32[B, H, W], and "cases". Runs keep
-    pictures of the first slices that have something to show.
+    pictures of some of the first slices.
 
     Attributes:
       structures: Names of the classes but the background.
@@ -107,7 +107,11 @@ class Surfaces(MetricBase):
 
     @property
     def collects(self) -> tuple[str, ...]:
-        return ("predicted", "masks", "cases", "weights", "images")
+        return ("predicted", "masks", "cases", "weights")
+
+    @property
+    def shows(self) -> tuple[str, ...]:
+        return ("images",)
 
     def zeros(self) -> tuple[()]:
         return ()
@@ -141,21 +145,22 @@ class Surfaces(MetricBase):
 
     def keep(self, folder: pathlib.Path, split: str, collected: Collected, sums: Any) -> None:
         del sums
-        rows = np.flatnonzero((collected["masks"] > 0).any((1, 2)))
+        rows = np.flatnonzero((collected["masks"][: len(collected["images"])] > 0).any((1, 2)))
         if not rows.size:
             return
         rows = rows[np.linspace(0, rows.size - 1, min(SHOWN, rows.size)).round().astype(int)]
-        shown = [grey(collected["images"][rows]), *(levels(collected[n][rows], len(self.structures)) for n in ROWS)]
+        images, true, predicted = (collected[name][rows] for name in ("images", "masks", "predicted"))
+        panels = [
+            pictures.Panel(pixels=image, right=right, said=said)
+            for image, right, said in zip(images, true, predicted, strict=True)
+        ]
         picture = evaluation.Picture(
             split=split,
             name="masks",
-            caption="Pictures; below them their true masks, and below those what was predicted.",
-            svg=pictures.svg(pictures.sheet(np.concatenate(shown), len(rows))),
+            caption="Tints are masks that were predicted, lines the edges of the true ones.",
+            svg=pictures.grid(panels),
         )
         evaluation.save_picture(folder, picture)
-
-
-ROWS = ("masks", "predicted")
 
 
 def dice(counts: np.ndarray) -> np.ndarray:
@@ -182,18 +187,6 @@ def hausdorff(first: np.ndarray, second: np.ndarray, spacing: tuple[float, ...],
     to = [np.asarray(ndimage.distance_transform_edt(~surface, sampling=spacing)) for surface in surfaces]
     ways = ((surfaces[0], to[1]), (surfaces[1], to[0]))
     return max(float(np.percentile(distances[surface], percentile)) for surface, distances in ways)
-
-
-def grey(images: np.ndarray) -> np.ndarray:
-    """The first channel of [N, H, W, C] as uint8[N, H, W], from the darkest pixel of each picture to its brightest."""
-    x = images[..., 0].astype(np.float64)
-    low, high = (f(x, axis=(1, 2), keepdims=True) for f in (np.min, np.max))
-    return (255 * (x - low) / np.maximum(high - low, 1e-9)).astype(np.uint8)
-
-
-def levels(masks: np.ndarray, structures: int) -> np.ndarray:
-    """Labels as shades of grey, uint8[N, H, W]."""
-    return (masks.astype(np.int64) * 255 // structures).astype(np.uint8)
 
 
 def _named(name: str, structures: tuple[str, ...], of_cases: np.ndarray) -> dict[str, float]:

@@ -148,12 +148,12 @@ def test_surfaces_are_of_volumes_where_slices_have_a_distance():
 def test_pictures_of_truth_and_prediction_are_kept(tmp_path):
     predicted, true, cases = slices(5)
     images = np.random.default_rng(0).normal(size=(*true.shape, 1))
-    collected = {"predicted": predicted, "masks": true, "cases": cases, "images": images}
+    collected = {"predicted": predicted, "masks": true, "cases": cases, "images": images[:6]}
     Surfaces(structures=NAMES).keep(tmp_path, "test", collected, ())
     (path,) = (tmp_path / "evaluation" / "pictures").iterdir()
     content = json.loads(path.read_text())
     assert path.name == "test-masks.json"
-    assert "true masks" in content["caption"]
+    assert "lines the edges of the true ones" in content["caption"]
     assert content["svg"].startswith("<svg")
 
 
