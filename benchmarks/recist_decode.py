@@ -6,15 +6,14 @@ One picture with 40 objects at random places, K = 40 peaks a map of 128 x 128 ce
 the same groups with the same scores (checked here). The least CPU time of several runs counts, the two taking turns.
 """
 
-import datetime
 import functools
-import platform
 import time
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
+from scalejax.bench import machine
 from scalejax.models.vision import keypoints
 from scalejax.models.vision.enumerated import enumerated
 from scalejax.models.vision.keypoints import Grouping
@@ -45,11 +44,8 @@ def seconds(run: Callable[[], object]) -> float:
 def main() -> None:
     """Prints the table."""
     kept = (100, Grouping().boxes)
-    device = jax.devices()[0]
     print("# Grouping: a join of pairs against all of K^4\n")
-    print(
-        f"Device: {device.device_kind} ({platform.machine()}, jax {jax.__version__}). Date: {datetime.date.today()}.\n"
-    )
+    print(f"Device: {machine.device_name(jax.devices()[0])}, jax {jax.__version__}. Date: {machine.today()}.\n")
     print("```\npython benchmarks/recist_decode.py\n```\n")
     print(f"K = {PEAKS} peaks a map of {SIDE} x {SIDE}; CPU time, least of {TURNS} runs that take turns. Joins that")
     print(f"keep the best {kept[0]} groups, and {kept[1]}, as recipes and ExtremeNet do; the enumeration sorts none.\n")

@@ -9,10 +9,8 @@ the four tiles of the quadrant that neither saw.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import pathlib
-import platform
 import statistics
 import sys
 import time
@@ -22,6 +20,7 @@ import jax
 import numpy as np
 
 from scalejax import configs
+from scalejax.bench import machine
 from scalejax.data.images import recist
 from scalejax.models.vision import recist_net
 from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -130,7 +129,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Key points against a centre and a size on nuclei",
         "",
-        f"Device: {platform.machine()}, 2 shared CPU cores, jax {jax.__version__}. Date: {datetime.date.today()}.",
+        f"Device: {machine.device_name(jax.devices()[0])}, jax {jax.__version__}. Date: {machine.today()}.",
         "",
         "```",
         f"python benchmarks/recist_nuclei.py --seeds {' '.join(map(str, seeds))}",
@@ -139,11 +138,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         f"Recipe `recist-nuclei`, {steps} steps; {len(seeds)} seeds of parameters and of crops: mean over them, and",
         "the least in brackets. Sensitivity at so many false positives a tile of 128 x 128, a hit being an IoU of .5",
         f"or more; elongated: diameters in a ratio above {ELONGATED}. The least height of peaks was chosen on the",
-        "validation tiles",
-        f"among {', '.join(map(str, THRESHOLDS))}: "
-        + "; ".join(
-            f"{read} {', '.join(str(row['threshold']) for row in rows if row['read'] == read)}" for read in READS
-        )
+        f"validation tiles among {', '.join(map(str, THRESHOLDS))}:",
+        "; ".join(f"{read} {', '.join(str(row['threshold']) for row in rows if row['read'] == read)}" for read in READS)
         + f". All of it took {seconds / 60:.0f} minutes.",
         "",
         *table(rows, "test"),

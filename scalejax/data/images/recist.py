@@ -354,6 +354,7 @@ class DeepLesion:
             std=(64.0,) * self.slices,
             classes=("background", "lesion"),
             window=self.window,
+            batch_size=self.batch_size,
         )
 
     def build(self) -> ImageDataSet:

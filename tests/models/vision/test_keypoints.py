@@ -85,12 +85,13 @@ def test_targets_equal_their_definition_and_are_one_at_key_points():
     rng = np.random.default_rng(0)
     ends = np.full((3, 6, 4, 2), np.nan)
     for picture, count in enumerate((6, 3, 0)):
-        ends[picture, :count] = random_crosses(rng, count)
+        ends[picture, :count] = random_crosses(rng, count, side=512, longest=300)
     with jax.enable_x64(True):
-        found = jax.tree.map(np.asarray, keypoints.targets(jnp.asarray(ends), 32, 32, 4))
+        found = jax.tree.map(np.asarray, keypoints.targets(jnp.asarray(ends), 128, 128, 4))
     for picture, count in enumerate((6, 3, 0)):
-        heat, cells = literal_targets(ends[picture], 32, 32, 4)
+        heat, cells = literal_targets(ends[picture], 128, 128, 4)
         np.testing.assert_allclose(found.heat[picture], heat, atol=1e-12)
+        assert ((heat > 0) & (heat < 1)).sum() > 5 * count or not count  # bumps are wider than a cell
         assert found.present[picture].sum() == count
         for own, true in zip(found.cells[picture], cells, strict=False):
             np.testing.assert_array_equal(own, true)
