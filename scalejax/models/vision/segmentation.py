@@ -104,10 +104,10 @@ class SegmentationTask(TaskBase):
         }
 
     def check(self, experiment: Any, mesh: Mesh, data: Any = None) -> None:
-        """Refuses BatchNorm of one picture, and masks with labels that have no name.
+        """Refuses BatchNorm of one picture.
 
         Raises:
-          UserError: names the field, or the split and the label.
+          UserError: names the field.
         """
         super().check(experiment, mesh, data)
         pictures = min(experiment.data.batch_size, experiment.gradients.microbatch or experiment.data.batch_size)
@@ -116,8 +116,6 @@ class SegmentationTask(TaskBase):
                 'norm="batch" of the model normalises over the pictures of a batch, and batches or parts have 1. Raise '
                 'data.batch_size or gradients.microbatch, or set norm="instance" or "group".'
             )
-        for split, arrays in getattr(data, "splits", {}).items():
-            check_labels(arrays["masks"], self.schema.classes, f"The masks of split {split!r}")
 
     def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module:
         """Builds the model."""
@@ -213,18 +211,3 @@ def overlaps(predicted: jax.Array, masks: jax.Array, classes: int) -> jax.Array:
     labels = jnp.arange(1, classes).reshape(1, 1, 1, -1)
     marked, true = (x[..., None] == labels for x in (predicted, masks))  # B H W classes
     return jnp.stack([x.sum((1, 2), dtype=jnp.float32) for x in (marked & true, marked, true)], -1)
-
-
-def check_labels(masks: np.ndarray, classes: Sequence[str], what: str) -> None:
-    """Refuses masks with a label that has no name.
-
-    Raises:
-      UserError: says which label, where.
-    """
-    beyond = (masks < 0) | (masks >= len(classes))
-    if beyond.any():
-        row = np.argwhere(beyond)[0]
-        raise UserError(
-            f"{what} have the label {masks[tuple(row)]} in picture {row[0]}, and the schema names {len(classes)} "
-            f"classes, 0 to {len(classes) - 1}: {', '.join(classes)}. Name all labels in the data's `classes`."
-        )

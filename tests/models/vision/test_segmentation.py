@@ -7,7 +7,6 @@ import pytest
 
 from scalejax.models.vision.segmentation import (
     averaged,
-    check_labels,
     dice_and_cross_entropy,
     overlaps,
     soft_dice,
@@ -87,11 +86,3 @@ def test_an_empty_mask_has_a_finite_loss_and_gradient(dice, certain):
         losses, back = jax.vjp(lambda x, w=weights: dice_and_cross_entropy(x, truth, w, dice), logits)
         assert np.isfinite(losses).all()
         assert np.isfinite(back(jnp.ones(2))[0]).all()
-
-
-def test_labels_without_a_name_are_named_with_their_place():
-    masks = np.zeros((3, 2, 2), np.int32)
-    check_labels(masks, ("background", "liver"), "The masks")
-    masks[1, 0, 1] = -1
-    with pytest.raises(ValueError, match=r"The masks have the label -1 in picture 1, .* 0 to 1: background, liver"):
-        check_labels(masks, ("background", "liver"), "The masks")

@@ -198,7 +198,7 @@ def test_batch_norm_of_one_picture_is_refused(changes):
 
 def test_a_label_that_the_schema_lacks_is_refused():
     data = segmentation_cases.Drawn(schema_=dataclasses.replace(SCHEMA, classes=("background", "square")))
-    with pytest.raises(UserError, match=r"split 'train' have the label 2 in picture 0, .* 0 to 1: background, square"):
+    with pytest.raises(UserError, match=r"split 'train': masks of example 0 has 2, .* 0 to 1 \(background, square\)"):
         bound(SMALL, 1, data=data)
 
 
