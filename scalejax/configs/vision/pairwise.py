@@ -64,12 +64,8 @@ def own() -> Experiment:
 
 def smoke() -> Experiment:
     """A few steps of a narrow one."""
-    whole = brain()
     return dataclasses.replace(
-        whole,
+        _common.shortened(brain(), steps=20, every=10),
         model=PairwiseUNetConfig(unet=UNetConfig(widths=(4, 8, 16)), templates=Templates(count=2)),
         data=TissueSlabs(size=(64, 64)),
-        steps=20,
-        evaluation=dataclasses.replace(whole.evaluation, every=10),
-        checkpoints=dataclasses.replace(whole.checkpoints, every=10),
     )

@@ -42,13 +42,7 @@ def deep_lesion() -> Experiment:
 
 def smoke() -> Experiment:
     """A few steps of a narrow one."""
-    run = nuclei()
     tiny = hourglass.HourglassConfig(stacks=1, widths=(8, 8, 12), blocks=(1, 1, 1), stem=8, features=8)
     return dataclasses.replace(
-        run,
-        model=RecistNetConfig(backbone=tiny, head=8),
-        steps=6,
-        log_every=3,
-        evaluation=dataclasses.replace(run.evaluation, every=3),
-        checkpoints=dataclasses.replace(run.checkpoints, every=3),
+        _common.shortened(nuclei(), steps=6, every=3), model=RecistNetConfig(backbone=tiny, head=8), log_every=3
     )

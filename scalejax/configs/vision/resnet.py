@@ -27,16 +27,13 @@ def fashion() -> Experiment:
 def fashion_all() -> Experiment:
     """The same on all 70,000 pictures, as Debian's package dataset-fashion-mnist installs them, or data.source.path."""
     return dataclasses.replace(
-        fashion(),
+        _common.shortened(fashion(), steps=4600, every=460),  # 10 epochs
         data=LabelledImages(
             source=IdxFolder(names=FashionMnist.names),
             validation=1 / 60,
             batch_size=128,
             augment=Augment(crop=2, flip="horizontal"),
         ),
-        steps=4600,  # 10 epochs
-        evaluation=dataclasses.replace(fashion().evaluation, every=460),
-        checkpoints=dataclasses.replace(fashion().checkpoints, every=460),
     )
 
 
@@ -62,10 +59,4 @@ def own() -> Experiment:
 
 def smoke() -> Experiment:
     """A few steps of a ResNet-8."""
-    return dataclasses.replace(
-        fashion(),
-        model=resnet.cifar(8),
-        steps=30,
-        evaluation=dataclasses.replace(fashion().evaluation, every=15),
-        checkpoints=dataclasses.replace(fashion().checkpoints, every=15),
-    )
+    return dataclasses.replace(_common.shortened(fashion(), steps=30, every=15), model=resnet.cifar(8))

@@ -4,8 +4,6 @@ scalejax train smc-fashion
 scalejax train smc-fashion --set model.learning=CrossEntropy
 """
 
-import dataclasses
-
 from scalejax.configs.vision import _common
 from scalejax.data.images.augment import Augment
 from scalejax.data.images.labelled import LabelledImages, LabelNoise
@@ -36,10 +34,4 @@ def fashion() -> Experiment:
 
 def smoke() -> Experiment:
     """A few steps."""
-    short = fashion()
-    return dataclasses.replace(
-        short,
-        steps=60,
-        evaluation=dataclasses.replace(short.evaluation, every=20),
-        checkpoints=dataclasses.replace(short.checkpoints, every=20),
-    )
+    return _common.shortened(fashion(), steps=60, every=20)

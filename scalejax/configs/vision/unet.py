@@ -43,12 +43,8 @@ def own() -> Experiment:
 
 def smoke() -> Experiment:
     """A few steps of a narrow one."""
-    whole = brain()
     return dataclasses.replace(
-        whole,
+        _common.shortened(brain(), steps=20, every=10),
         model=UNetConfig(widths=(4, 8, 16)),
         data=TissueSlabs(size=(64, 64)),
-        steps=20,
-        evaluation=dataclasses.replace(whole.evaluation, every=10),
-        checkpoints=dataclasses.replace(whole.checkpoints, every=10),
     )
