@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from scalejax import compat
+from scalejax.nn.convolution import Conv
 from scalejax.nn.linear import wide
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
 from scalejax.parallel.mesh import manual_batch_axes
@@ -145,6 +146,30 @@ class BatchNorm(nnx.Module):
         normal = (wider - _like(mean, x)) * jax.lax.rsqrt(_like(variance, x) + self.eps)
         scale, bias = (_like(p[...].astype(normal.dtype), x) for p in (self.scale, self.bias))
         return (normal * scale + bias).astype(self.compute_dtype)
+
+
+class ConvNorm(nnx.Module):
+    """BatchNorm of a convolution without a bias."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        kernel: int = 3,
+        stride: int = 1,
+        rngs: nnx.Rngs,
+        dtypes: Dtypes = FLOAT32,
+    ):
+        """See `Conv`."""
+        self.conv = Conv(in_features, out_features, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
+        self.norm = BatchNorm(out_features, dtypes=dtypes)
+
+    def __call__(
+        self, x: "Float[Array, 'batch height width inputs']", purpose: Purpose
+    ) -> "Float[Array, 'batch rows columns outputs']":
+        """x: float[B, H, W, in_features]. Returns compute_dtype[B, ceil(H / stride), ..., out_features]."""
+        return self.norm(self.conv(x), purpose)
 
 
 class GroupNorm(nnx.Module):

@@ -24,14 +24,11 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.errors import UserError
+from scalejax.nn.norm import Purpose
 
 if TYPE_CHECKING:
-    from typing import Literal
-
     from jax import Array
     from jaxtyping import Float
-
-    Purpose = Literal["training", "evaluation", "statistics"]
 
 STRIDE = 4
 """Pixels of a side of a cell."""
@@ -95,29 +92,18 @@ SIZES = {
 """ExtremeNet's (`exkp.py`, commit 9f501902: hourglass-104), and one for tiles of 128 pixels."""
 
 
-class ConvNorm(nnx.Module):
-    """A convolution and BatchNorm."""
-
-    def __init__(
-        self, inputs: int, outputs: int, rngs: nnx.Rngs, dtypes: nn.Dtypes, *, kernel: int = 3, stride: int = 1
-    ):
-        self.conv = nn.Conv(inputs, outputs, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
-        self.norm = nn.BatchNorm(outputs, dtypes=dtypes)
-
-    def __call__(self, x: jax.Array, purpose: "Purpose") -> jax.Array:
-        return self.norm(self.conv(x), purpose)
-
-
 class Residual(nnx.Module):
     """Two convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, dtypes: nn.Dtypes, *, stride: int = 1):
-        self.first = ConvNorm(inputs, outputs, rngs, dtypes, stride=stride)
-        self.second = ConvNorm(outputs, outputs, rngs, dtypes)
+        self.first = nn.ConvNorm(inputs, outputs, stride=stride, rngs=rngs, dtypes=dtypes)
+        self.second = nn.ConvNorm(outputs, outputs, rngs=rngs, dtypes=dtypes)
         same = inputs == outputs and stride == 1
-        self.shortcut = None if same else ConvNorm(inputs, outputs, rngs, dtypes, kernel=1, stride=stride)
+        self.shortcut = (
+            None if same else nn.ConvNorm(inputs, outputs, kernel=1, stride=stride, rngs=rngs, dtypes=dtypes)
+        )
 
-    def __call__(self, x: jax.Array, purpose: "Purpose") -> jax.Array:
+    def __call__(self, x: jax.Array, purpose: Purpose) -> jax.Array:
         y = self.second(jax.nn.relu(self.first(x, purpose)), purpose)
         return jax.nn.relu(y + (x if self.shortcut is None else self.shortcut(x, purpose)))
 
@@ -133,7 +119,7 @@ class Residuals(nnx.Module):
             ]
         )
 
-    def __call__(self, x: jax.Array, purpose: "Purpose") -> jax.Array:
+    def __call__(self, x: jax.Array, purpose: Purpose) -> jax.Array:
         for block in self.blocks:
             x = block(x, purpose)
         return x
@@ -152,7 +138,7 @@ class Hourglass(nnx.Module):
             self.inner = Residuals((inner,) * (blocks[1] + 1), rngs, dtypes)
         self.up = Residuals((*(inner,) * count, width), rngs, dtypes)
 
-    def __call__(self, x: jax.Array, purpose: "Purpose") -> jax.Array:
+    def __call__(self, x: jax.Array, purpose: Purpose) -> jax.Array:
         low = self.up(self.inner(self.down(x, purpose), purpose), purpose)
         return self.beside(x, purpose) + low.repeat(2, 1).repeat(2, 2)
 
@@ -162,17 +148,19 @@ class HourglassNetwork(nnx.Module):
 
     def __init__(self, config: HourglassConfig, channels: int, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         width, stacks = config.widths[0], range(config.stacks)
-        self.stem = ConvNorm(channels, config.stem, rngs, dtypes, kernel=7, stride=2)
+        self.stem = nn.ConvNorm(channels, config.stem, kernel=7, stride=2, rngs=rngs, dtypes=dtypes)
         self.entry = Residual(config.stem, width, rngs, dtypes, stride=2)
         self.glasses = nnx.List([Hourglass(config.widths, config.blocks, rngs, dtypes) for _ in stacks])
-        self.exits = nnx.List([ConvNorm(width, config.features, rngs, dtypes) for _ in stacks])
+        self.exits = nnx.List([nn.ConvNorm(width, config.features, rngs=rngs, dtypes=dtypes) for _ in stacks])
         between = range(config.stacks - 1)
-        self.kept = nnx.List([ConvNorm(width, width, rngs, dtypes, kernel=1) for _ in between])
-        self.handed = nnx.List([ConvNorm(config.features, width, rngs, dtypes, kernel=1) for _ in between])
+        self.kept = nnx.List([nn.ConvNorm(width, width, kernel=1, rngs=rngs, dtypes=dtypes) for _ in between])
+        self.handed = nnx.List(
+            [nn.ConvNorm(config.features, width, kernel=1, rngs=rngs, dtypes=dtypes) for _ in between]
+        )
         self.entries = nnx.List([Residual(width, width, rngs, dtypes) for _ in between])
 
     def __call__(
-        self, x: "Float[Array, 'batch height width channels']", purpose: "Purpose"
+        self, x: "Float[Array, 'batch height width channels']", purpose: Purpose
     ) -> "tuple[Float[Array, 'batch h w features'], ...]":
         """x: float[B, H, W, channels]. Returns what the heads of each stack read."""
         begin = self.entry(jax.nn.relu(self.stem(x, purpose)), purpose)

@@ -141,26 +141,14 @@ SIZES = {
 """Published sizes."""
 
 
-class ConvBatchNorm(nnx.Module):
-    """norm(conv(x))."""
-
-    def __init__(self, inputs: int, outputs: int, *, kernel: int, stride: int = 1, rngs: nnx.Rngs, dtypes: nn.Dtypes):
-        self.conv = nn.Conv(inputs, outputs, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
-        self.norm = nn.BatchNorm(outputs, dtypes=dtypes)
-
-    def __call__(self, x: jax.Array, purpose: Purpose) -> jax.Array:
-        """compute_dtype[B, H, W, inputs] -> compute_dtype[B, ceil(H / stride), ..., outputs]."""
-        return self.norm(self.conv(x), purpose)
-
-
 class ResidualBlock(nnx.Module):
     """relu(F(x) + S(x))."""
 
     def __init__(
         self, config: ResNetConfig, inputs: int, width: int, *, stride: int, rngs: nnx.Rngs, dtypes: nn.Dtypes
     ):
-        def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> ConvBatchNorm:
-            return ConvBatchNorm(inputs, outputs, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
+        def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.ConvNorm:
+            return nn.ConvNorm(inputs, outputs, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
 
         self.outputs = config.expansion * width
         if config.block == "basic":
@@ -193,7 +181,7 @@ class ResNet(nnx.Module):
         """Filters start as `nn.Conv` has them, the matrix of the logits normal with deviation 0.01."""
         channels = config.widths[0]
         kernel, stride = (3, 1) if config.stem == "cifar" else (7, 2)
-        self.stem = ConvBatchNorm(schema.channels, channels, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
+        self.stem = nn.ConvNorm(schema.channels, channels, kernel=kernel, stride=stride, rngs=rngs, dtypes=dtypes)
         stages: list[nnx.List[ResidualBlock]] = []
         for stage, (depth, width) in enumerate(zip(config.depths, config.widths, strict=True)):
             blocks: list[ResidualBlock] = []
