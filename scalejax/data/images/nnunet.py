@@ -40,6 +40,7 @@ class MaskedCases:
       test: Numbers of those that are the test split by their folder.
       classes: Names of the classes.
       spacing: Millimetres from one pixel to the next, down and across; None = not known.
+      slice_spacing: Millimetres from one slice of a case to the next; None = not known, or not the same in all cases.
     """
 
     images: np.ndarray
@@ -49,6 +50,7 @@ class MaskedCases:
     test: tuple[int, ...]
     classes: tuple[str, ...]
     spacing: tuple[float, float] | None
+    slice_spacing: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +93,11 @@ class NnUnetFolder:
         masks: list[np.ndarray] = []
         names: list[str] = []
         test: list[int] = []
+        between: list[float | None] = []
         first: tuple[tuple[int, ...], tuple[float, float] | None, str] | None = None
         for folder in ("Tr", "Ts"):
             for case, channels in _cases(told, folder).items():
-                picture, mask, spacing = self._read_case(told, channels, told.path / f"labels{folder}", case)
+                picture, mask, spacing, apart = self._read_case(told, channels, told.path / f"labels{folder}", case)
                 shape = picture.shape[1:]
                 first = first or (shape, spacing, case)
                 if shape != first[0] or not _alike(spacing, first[1]):
@@ -109,27 +112,36 @@ class NnUnetFolder:
                 images.append(picture)
                 masks.append(mask)
                 names.append(case)
+                between.append(apart)
         if first is None or len({picture.dtype for picture in images}) > 1:
             raise UserError(
                 f"{told.path}: some cases have 8 bits and others more. Give a window for all of them: --set "
                 "data.source.window=LOW,HIGH."
             )
         cases = np.concatenate([np.full(len(mask), n, np.int32) for n, mask in enumerate(masks)])
+        same = all(apart is not None and np.isclose(apart, between[0] or 0, rtol=1e-3) for apart in between)
         return MaskedCases(
-            np.concatenate(images), np.concatenate(masks), cases, tuple(names), tuple(test), told.classes, first[1]
+            images=np.concatenate(images),
+            masks=np.concatenate(masks),
+            cases=cases,
+            names=tuple(names),
+            test=tuple(test),
+            classes=told.classes,
+            spacing=first[1],
+            slice_spacing=between[0] if same else None,
         )
 
     def _read_case(
         self, told: "_Described", channels: list[pathlib.Path], labels: pathlib.Path, case: str
-    ) -> tuple[np.ndarray, np.ndarray, tuple[float, float] | None]:
-        """Pictures [N, H, W, C] of a case, its masks int32[N, H, W] and the spacing of both."""
+    ) -> tuple[np.ndarray, np.ndarray, tuple[float, float] | None, float | None]:
+        """Pictures [N, H, W, C] of a case, its masks int32[N, H, W], their spacing, and how far slices are apart."""
         file = labels / f"{case}{told.ending}"
         if not file.exists():
             raise UserError(
                 f"{file} is missing: case {case} has pictures and no mask. Add it, or move the pictures out of "
                 f"{channels[0].parent.name}."
             )
-        mask, spacing, grid = self._read_file(file, masks=True)
+        mask, spacing, grid, between = self._read_file(file, masks=True)
         if mask.dtype.kind == "f" and (np.rint(mask) != mask).any():  # NaN is no number of a class either
             raise UserError(f"{file} has values that are no whole numbers. A mask has the number of a class a pixel.")
         wrong = (mask < 0) | (mask >= len(told.classes))
@@ -144,7 +156,7 @@ class NnUnetFolder:
         mask = mask[..., 0].astype(np.int32)
         pictures: list[np.ndarray] = []
         for path in channels:
-            picture, _, own = self._read_file(path, masks=False)
+            picture, _, own, _ = self._read_file(path, masks=False)
             if picture.shape[:3] != mask.shape or not _same_grid(own, grid):
                 raise UserError(
                     f"{path} has {_sized(picture)} and its mask {file.name} {_sized(mask)}, or they lie elsewhere "
@@ -190,18 +202,18 @@ class NnUnetFolder:
             edges = [self.window[0] if self.window else c.min() for c in np.moveaxis(whole, -1, 0)]
             channel = [volumes.fitted(c, self.size, e) for c, e in zip(np.moveaxis(whole, -1, 0), edges, strict=True)]
             whole, mask = np.stack(channel, -1), kept
-        return whole, mask, spacing
+        return whole, mask, spacing, between
 
     def _read_file(
         self, path: pathlib.Path, *, masks: bool
-    ) -> tuple[np.ndarray, tuple[float, float] | None, np.ndarray | None]:
-        """[N, H, W, C] of a file or of a series, its spacing and its affine."""
+    ) -> tuple[np.ndarray, tuple[float, float] | None, np.ndarray | None, float | None]:
+        """[N, H, W, C] of a file or of a series, its spacing, its affine, and how far slices are apart."""
         if path.is_dir() or path.name.endswith(volumes.NIFTI):
             volume = volumes.read_volume(path)
             pictures, spacing = volume.slices(self.axis)
-            return pictures[..., None], spacing, volume.affine
+            return pictures[..., None], spacing, volume.affine, volume.between(self.axis)
         pixels = files.read_picture(path, masks=masks)
-        return (pixels if pixels.ndim == 3 else pixels[..., None])[None], None, None
+        return (pixels if pixels.ndim == 3 else pixels[..., None])[None], None, None, None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,6 +261,7 @@ class MaskedImages:
             standardized=self.source.standardize == "case",
             batch_size=self.batch_size,
             spacing=found.spacing,
+            slice_spacing=found.slice_spacing,
         )
 
     def build(self) -> ImageDataSet:

@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import numpy as np
 
@@ -24,8 +25,9 @@ from scalejax.data.images.dataset import ImageDataSet
 from scalejax.data.images.files import read_picture
 from scalejax.data.images.nuclei import NucleiTiles
 from scalejax.data.images.schema import ImageSchema
-from scalejax.errors import UserError, check_at_least
+from scalejax.errors import UserError, check_at_least, check_one_of
 
+Unsound = Literal["refuse", "drop"]
 PADDING = 5.0
 """Pixels around the marks that belong to a box of DeepLesion."""
 
@@ -234,7 +236,7 @@ _COLUMNS = {
 }
 
 
-def read_marks(path: pathlib.Path, *, unsound: str = "refuse") -> Marks:
+def read_marks(path: pathlib.Path, *, unsound: Unsound = "refuse") -> Marks:
     """Reads DL_info.csv of DeepLesion.
 
     Args:
@@ -336,12 +338,13 @@ class DeepLesion:
     size: int = 512
     objects: int = 32
     most: int | None = None
-    unsound: str = "refuse"
+    unsound: Unsound = "refuse"
     augment: Augment = Augment()
     seed: int = 0
 
     def schema(self) -> ImageSchema:
         """Of slices in a window. Mean and deviation are those of its middle and of a quarter of it."""
+        check_one_of("data.unsound", self.unsound, ("refuse", "drop"))
         if self.slices not in (1, 3):
             raise UserError(f"data.slices must be 1 or 3; got {self.slices}.")
         if not self.window[0] < self.window[1]:

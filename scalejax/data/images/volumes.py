@@ -46,6 +46,10 @@ class Volume:
         pictures = np.moveaxis(self.voxels, number, 0).transpose(0, 2, 1)[:, ::-1]
         return pictures, (self.spacing[up], self.spacing[across])
 
+    def between(self, axis: Axis) -> float:
+        """Millimetres from one slice across an axis to the next."""
+        return self.spacing[_AXES[axis]]
+
 
 def read_volume(path: pathlib.Path) -> Volume:
     """A NIfTI file, or a folder of the DICOM files of one series.

@@ -70,6 +70,7 @@ def test_volumes_become_slices_with_masks_and_the_number_of_their_case(tmp_path:
     assert data.schema.shape == (10, 8, 1)  # front to back, left to right
     assert data.schema.classes == ("background", "liver", "lesion")
     assert (data.schema.dtype, data.schema.window, data.schema.spacing) == ("float32", WINDOW, (2.0, 2.0))
+    assert data.schema.slice_spacing == 5.0
     of_split = {split: set(arrays["cases"].tolist()) for split, arrays in data.splits.items()}
     assert sorted(case for cases in of_split.values() for case in cases) == [0, 1, 2, 3, 4]
     for arrays in data.splits.values():
@@ -96,6 +97,7 @@ def test_slices_are_cut_across_an_axis(tmp_path: pathlib.Path, axis, shape, numb
     found = of(tmp_path, axis=axis).read()
     assert found.images.shape == (number, *shape, 1)
     assert found.spacing == {"axial": (2.0, 2.0), "coronal": (5.0, 2.0), "sagittal": (5.0, 2.0)}[axis]
+    assert found.slice_spacing == {"axial": 5.0, "coronal": 2.0, "sagittal": 2.0}[axis]
 
 
 def other_way(voxels: np.ndarray, affine: np.ndarray, axes: tuple[int, ...], order: tuple[int, ...]):
@@ -106,6 +108,14 @@ def other_way(voxels: np.ndarray, affine: np.ndarray, axes: tuple[int, ...], ord
         affine[:3, axis] *= -1
         voxels = np.flip(voxels, axis)
     return np.ascontiguousarray(voxels.transpose(order)), affine[:, (*order, 3)]
+
+
+@pytest.mark.parametrize(("second", "wanted"), [(5.0, 5.0), (2.5, None)])
+def test_slices_are_so_far_apart_as_in_all_cases(tmp_path: pathlib.Path, second: float, wanted: float | None) -> None:
+    ct(tmp_path, cases=2)
+    for folder, array in zip(("imagesTr/ct_1_0000", "labelsTr/ct_1"), volume(1), strict=True):
+        write_nifti(tmp_path / f"{folder}.nii.gz", array, affine_of((2.0, 2.0, second)))
+    assert of(tmp_path).read().slice_spacing == wanted
 
 
 @pytest.mark.parametrize("axes", [(0,), (2,), (0, 1), (0, 1, 2)])
