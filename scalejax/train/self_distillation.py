@@ -52,8 +52,8 @@ class Learning(Protocol):
         ...
 
     @property
-    def waiting(self) -> int:
-        """How many logits of each example wait for the next step."""
+    def queued(self) -> int:
+        """How many sets of logits of each example are kept for the next step."""
         ...
 
     def losses(self, network: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -67,14 +67,14 @@ def attach(network: nnx.Module, learning: Learning, *, rows: int | None, classes
     Raises:
       UserError: the data does not say how many rows a batch has.
     """
-    if not learning.waiting:
+    if not learning.queued:
         return
     if rows is None:
         raise UserError(
             f"model.learning={type(learning).__name__} keeps soft labels for the examples of the next batch, but the "
             "schema of the data does not say how many a batch has. Set batch_size of the ImageSchema."
         )
-    zeros = jnp.zeros((rows, learning.waiting, classes), dtype)
+    zeros = jnp.zeros((rows, learning.queued, classes), dtype)
     setattr(network, QUEUE, SoftLabels(zeros, logical_axes=("batch", None, None)))
 
 
@@ -93,7 +93,7 @@ class CrossEntropy:
         return ()
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         return 0
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Smc:
         )
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         return self.channels - 1
 
     def losses(self, network: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -190,7 +190,7 @@ class Dlb:
         return (View(prefix="before_", channel=1, ahead=-1),)
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         return 1
 
     def __post_init__(self) -> None:
@@ -228,7 +228,7 @@ class Sam:
         return ()
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         return 0
 
     def __post_init__(self) -> None:

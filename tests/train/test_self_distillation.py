@@ -24,6 +24,7 @@ from scalejax.train.batch import Batch
 from scalejax.train.batches import convert
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Gradients, Precision
+from scalejax.train.metrics import evaluation
 from scalejax.train.runs.run import Run
 from scalejax.train.self_distillation import CrossEntropy, Dlb, Sam, Smc
 
@@ -321,6 +322,27 @@ def test_the_means_that_evaluation_reads_are_those_of_the_teacher():
     wanted = 0.9 * before + 0.1 * np.asarray(x).mean((0, 1, 2))
     _, state = train(run, state, 1)
     np.testing.assert_allclose(state.variables["norms/0/mean"], wanted, atol=1e-6)
+
+
+def test_the_weight_of_soft_labels_begins_anew_in_a_phase():
+    """Whose schedules begin at its first step: there soft labels weigh nothing."""
+    run = bound(recipe(Smc()))
+    _, state = train(run, run.program.init(), 4)
+    batch = next(run.program.task.train_batches(run.data, run.mesh, 4 * ROWS))
+
+    def loss_of(program):
+        copy = jax.tree.map(jnp.copy, state)  # steps take the state that they are given
+        return float(program.train_step(copy, convert.to_device(batch, program))[1])
+
+    later = loss_of(dataclasses.replace(run.program, schedules_from=4))
+    assert later == loss_of(bound(recipe(Smc(alpha=0.0))).program) != loss_of(run.program)
+
+
+def test_a_report_shows_pictures_with_their_classes(tmp_path):
+    summary = loop.train(recipe(CrossEntropy()), workdir=tmp_path)
+    (picture,) = [one for one in evaluation.read_pictures(tmp_path) if one.split == "test"]
+    assert picture.svg.count("<image") == 12
+    assert picture.svg.count(", not<") == round(12 * (1 - summary["test_accuracy"]))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -10,14 +11,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from scalejax.data.images import pictures
 from scalejax.data.images.dataset import ImageDataSet
 from scalejax.data.images.schema import ImageSchema
 from scalejax.nn import counts, wide
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.train import self_distillation
+from scalejax.train.metrics import evaluation
 from scalejax.train.metrics.classification import Accuracy
 from scalejax.train.metrics.loss import MeanLoss
-from scalejax.train.metrics.protocol import Metric
+from scalejax.train.metrics.protocol import SHOWN, Collected, Metric, MetricBase, Value
 from scalejax.train.self_distillation import CrossEntropy, Learning
 from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
 
@@ -31,6 +34,36 @@ class ClassifierConfig(Protocol):
     def build(self, schema: ImageSchema, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module:
         """A network: (stored pixels [B, H, W, C], purpose) -> logits [B, classes]."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassPictures(MetricBase):
+    """Draws the first pictures of a split with their classes and those that were predicted.
+
+    Attributes:
+      classes: Names, by label.
+    """
+
+    classes: tuple[str, ...]
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return ()
+
+    @property
+    def shows(self) -> tuple[str, ...]:
+        return ("images", "labels", "logits")
+
+    def keep(self, folder: pathlib.Path, split: str, collected: Collected, sums: object) -> None:
+        del sums
+        rows = range(min(SHOWN, len(collected["images"])))
+        said = collected["logits"].argmax(1)
+        names = [(self.classes[collected["labels"][row]], self.classes[said[row]]) for row in rows]
+        panels = [pictures.labelled(collected["images"][row], *pair) for row, pair in zip(rows, names, strict=True)]
+        caption = "Pictures and their classes; in red what was predicted instead."
+        # Wide enough for the names below them.
+        svg = pictures.grid(panels, columns=6, scale=max(1.0, 84 / collected["images"].shape[2]))
+        evaluation.save_picture(folder, evaluation.Picture(split=split, name="classes", caption=caption, svg=svg))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +126,7 @@ class ClassifierTask(TaskBase):
         return Loss((losses * weights).sum(), weights.sum(), outputs={"logits": logits.astype(jnp.float32)})
 
     def metrics(self) -> tuple[Metric, ...]:
-        return (Accuracy(unit="images"), MeanLoss(unit="images"))
+        return (Accuracy(unit="images"), MeanLoss(unit="images"), ClassPictures(classes=self.schema.classes))
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
         images = shapes["images"][0]
