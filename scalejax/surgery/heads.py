@@ -1,7 +1,4 @@
-"""Classifiers for other classes: all that was trained but the head.
-
-scalejax train resnet-imagenet --set init=Init --set init.path=FOLDER --set init.surgery=NewHead
-"""
+"""Classifiers for other classes: all that was trained but the head, `init=Init(path=FOLDER, surgery=NewHead())`."""
 
 import dataclasses
 

@@ -327,6 +327,31 @@ def test_what_fills_up_a_batch_is_not_collected_for_a_metric_that_asks_for_no_we
     assert found == {"cases": run.data.num_examples("test")}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Looks(MetricBase):
+    """Looks at pictures of the first examples, and at all labels."""
+
+    values = (Value(name="seen", title="seen", better="high"),)
+    collects = ("labels",)
+    shows = ("images",)
+
+    def exact(self, collected, *, intervals):
+        return {"seen": len(collected["images"]), "all": len(collected["labels"]), "sum": collected["images"].sum()}
+
+
+def test_what_a_metric_shows_is_kept_of_the_first_examples_alone():
+    run = bound(recipe("shapes"))
+
+    class Looked(type(run.program.task)):
+        def metrics(self):
+            return (Looks(),)
+
+    program = dataclasses.replace(run.program, task=Looked(**vars(run.program.task)))
+    found = scoring.score(program, program.init(), run.data.eval_batches("test")).measure()
+    first = next(run.data.eval_batches("test"))["images"]
+    assert found == {"seen": 32, "all": 64, "sum": pytest.approx(first.sum())}
+
+
 def test_pixels_that_nobody_has_labelled_teach_nothing():
     run = bound(recipe("segmenter"), 1)
     batch = next(batches_of(run))

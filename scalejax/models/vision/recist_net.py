@@ -13,8 +13,8 @@ What differs from ExtremeNet:
     the four ends are. `Found.regressed` says of which lesions the short diameter was read from it.
   - A picture without a lesion counts as one object, so that the loss stays finite whichever way a batch is cut.
 
-`CentreSizeConfig` is what it is compared with: a map of centres and the size of the box at each, on the same network
-(CenterNet; Zhou, Wang and Krähenbühl, 2019, arXiv 1904.07850).
+`read="centre-and-size"` is what it is compared with: a map of centres and the size of the box at each, on the same
+network (CenterNet; Zhou, Wang and Krähenbühl, 2019, arXiv 1904.07850).
 
     B pictures    N objects    h, w cells    M boxes
 """
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from scalejax import nn
@@ -37,6 +36,7 @@ from scalejax.models.vision.hourglass import STRIDE, HourglassConfig
 from scalejax.models.vision.inputs import standardized
 from scalejax.models.vision.keypoints import Grouping, Targets
 from scalejax.nn import counts
+from scalejax.nn.norm import Purpose
 from scalejax.train.metrics.detection import Froc
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import Metric
@@ -83,7 +83,6 @@ class RecistNetConfig:
       ends: Weight of the loss of the ends of diameters, or of the size of a box, in cells.
       padding: Pixels around the marks that belong to a box: 5 in DeepLesion.
       objects: Most lesions of a picture.
-      pictures: Whether reports show pictures with what was found.
     """
 
     backbone: HourglassConfig = hourglass.SIZES["extremenet"]
@@ -93,7 +92,6 @@ class RecistNetConfig:
     ends: float = 0.1
     padding: float = 0.0
     objects: int = 32
-    pictures: bool = True
 
     def task(self, schema: ImageSchema) -> "RecistNetTask":
         """Binds the model to a data set.
@@ -135,7 +133,7 @@ class RecistNet(nnx.Module):
     def __call__(
         self,
         images: "Num[Array, 'batch height width channels']",
-        purpose: Literal["training", "evaluation", "statistics"] = "evaluation",
+        purpose: Purpose = "evaluation",
     ) -> tuple[Maps, ...]:
         """Stored pixels [B, H, W, C]. Returns the maps of each stack."""
         read = self.backbone(standardized(images, self.schema, self.dtypes), purpose)
@@ -287,8 +285,7 @@ class RecistNetTask(TaskBase):
 
     def metrics(self) -> tuple[Metric, ...]:
         """Sensitivities against false positives, and the loss."""
-        config = self.config
-        return (Froc(padding=config.padding, pictures=config.pictures), MeanLoss(unit="objects"))
+        return (Froc(padding=self.config.padding), MeanLoss(unit="objects"))
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
         """Pictures, and the FLOPs of their convolutions."""
@@ -309,8 +306,3 @@ class RecistNetTask(TaskBase):
 def _macs(config: RecistNetConfig, schema: ImageSchema) -> int:
     model = counts.abstract(RecistNet, config, schema)
     return counts.macs(model, jax.ShapeDtypeStruct((1, *schema.shape), schema.dtype))
-
-
-def lengths(ends: np.ndarray) -> np.ndarray:
-    """Pixels of the long and of the short diameter: [..., 4, 2] to [..., 2]."""
-    return np.linalg.norm(ends[..., ::2, :] - ends[..., 1::2, :], axis=-1)

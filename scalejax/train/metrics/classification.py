@@ -71,17 +71,6 @@ class MeanAuc(MetricBase):
         unit = "mean over tasks of the area under the curve"
         return (Value(name="auc", title="AUC", unit=unit, better="high", base=0.5),)
 
-    def zeros(self) -> tuple[()]:
-        return ()
-
-    def update(self, sums: tuple[()], loss: "Loss", batch: "Batch") -> tuple[()]:
-        del loss, batch
-        return sums
-
-    def compute(self, sums: tuple[()]) -> dict[str, float]:
-        del sums
-        return {}
-
     def exact(self, collected: Collected, *, intervals: Literal["none", "bootstrap"]) -> dict[str, float]:
         del intervals
         return {"auc": exact.mean_auc(collected["labels"], collected["logits"])}

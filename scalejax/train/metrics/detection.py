@@ -21,8 +21,7 @@ from scalejax.train.metrics.evaluation import Picture, save_picture
 from scalejax.train.metrics.protocol import Collected, MetricBase, Value
 
 if TYPE_CHECKING:
-    from scalejax.parallel.gradients.compute import Loss
-    from scalejax.train.batch import Batch
+    pass
 
 FALSE_POSITIVES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """A picture, at which sensitivities are told."""
@@ -136,21 +135,19 @@ def boxes_of(ends: np.ndarray, padding: float = 0.0) -> np.ndarray:
 class Froc(MetricBase):
     """Sensitivities at some numbers of false positives a picture, exact, in evaluations.
 
-    The loss gives "boxes" float[B, M, 4], "scores" float[B, M] and "diameters" float[B, M, 4, 2]; host batches have
-    "ends" float[B, N, 4, 2], NaN for no object. Its first value, by which checkpoints are kept, is the mean of those
-    at 0.5 to 16.
+    The loss gives "boxes" float[B, M, 4], "scores" float[B, M], "diameters" float[B, M, 4, 2] and "regressed" bool[B,
+    M], whether the short one was in no key points; host batches have "images" and "ends" float[B, N, 4, 2], NaN for no
+    object. Its first value, by which checkpoints are kept, is the mean of the sensitivities at 0.5 to 16.
 
     Attributes:
       padding: Pixels around the ends that belong to the box of a lesion.
       criterion: See `overlaps`.
       enough: Overlap from which on a box finds a lesion.
-      pictures: Whether "images" of the batch are drawn, with what is there and what was found at 1 false positive.
     """
 
     padding: float = 0.0
     criterion: Literal["iou", "iobb"] = "iou"
     enough: float = 0.5
-    pictures: bool = True
 
     @property
     def collects(self) -> tuple[str, ...]:
@@ -158,7 +155,7 @@ class Froc(MetricBase):
 
     @property
     def shows(self) -> tuple[str, ...]:
-        return ("images",) if self.pictures else ()
+        return ("images",)
 
     @property
     def counts(self) -> tuple[str, str]:
@@ -182,17 +179,6 @@ class Froc(MetricBase):
         overlap = Value(name="hit_overlap", title="overlap of hits at 4 FP", better="high", shown="table")
         regressed = Value(name="regressed", title="share of hits whose short diameter is regressed", shown="records")
         return (mean, *each, overlap, regressed, Value(name="lesions", title="lesions", shown="records"))
-
-    def zeros(self) -> tuple[()]:
-        return ()
-
-    def update(self, sums: tuple[()], loss: "Loss", batch: "Batch") -> tuple[()]:
-        del loss, batch
-        return sums
-
-    def compute(self, sums: tuple[()]) -> dict[str, float]:
-        del sums
-        return {}
 
     def exact(self, collected: Collected, *, intervals: Literal["none", "bootstrap"]) -> dict[str, float]:
         del intervals
@@ -227,14 +213,13 @@ class Froc(MetricBase):
             f"{last['froc']:.3f}."
         )
         save_picture(folder, Picture(split=split, name="froc", caption=caption, svg=_drawn_curve(curve)))
-        if self.pictures:
-            threshold = _threshold(curve, 1.0)
-            caption = (
-                "Diameters as they are (green), and as they were found, with their boxes, at one false positive a "
-                "picture (dashed; a star where the short one is regressed)."
-            )
-            panels = [panel(collected, number, threshold) for number in range(min(_SHOWN, len(collected["images"])))]
-            save_picture(folder, Picture(split=split, name="lesions", caption=caption, svg=pictures.grid(panels)))
+        threshold = _threshold(curve, 1.0)
+        caption = (
+            "Diameters as they are (green), and as they were found, with their boxes, at one false positive a picture "
+            "(dashed; a star where the short one is regressed)."
+        )
+        panels = [panel(collected, number, threshold) for number in range(min(_SHOWN, len(collected["images"])))]
+        save_picture(folder, Picture(split=split, name="lesions", caption=caption, svg=pictures.grid(panels)))
 
 
 def _name(at: float) -> str:

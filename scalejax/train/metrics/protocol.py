@@ -130,7 +130,18 @@ class Metric(Protocol):
 
 
 class MetricBase:
-    """The parts of a `Metric` that most share."""
+    """The parts of a `Metric` that most share; as it stands it has no sums, for values that only `exact` gives."""
+
+    def zeros(self) -> object:
+        return ()
+
+    def update(self, sums: Any, loss: "Loss", batch: "Batch") -> object:
+        del loss, batch
+        return sums
+
+    def compute(self, sums: Any) -> dict[str, float]:
+        del sums
+        return {}
 
     @property
     def grids(self) -> tuple[Grid, ...]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scalejax.parallel.gradients.compute import Loss
     from scalejax.train.batch import Batch
 
-SHOWN = 8
+_MOST = 8
 """Pictures of a split that a report draws."""
 
 
@@ -96,7 +96,7 @@ class Surfaces(MetricBase):
 
     @property
     def values(self) -> tuple[Value, ...]:
-        unit = "pixels" if self.spacing is None else "mm"
+        unit = f"{'pixels' if self.spacing is None else 'mm'}{' of slices' if self.between is None else ''}"
         return (
             Value(name="hd95", title="HD95", unit=f"{unit}, mean over cases and structures", better="low"),
             *(
@@ -112,17 +112,6 @@ class Surfaces(MetricBase):
     @property
     def shows(self) -> tuple[str, ...]:
         return ("images",)
-
-    def zeros(self) -> tuple[()]:
-        return ()
-
-    def update(self, sums: tuple[()], loss: "Loss", batch: "Batch") -> tuple[()]:
-        del loss, batch
-        return sums
-
-    def compute(self, sums: tuple[()]) -> dict[str, float]:
-        del sums
-        return {}
 
     def exact(self, collected: Collected, *, intervals: Literal["none", "bootstrap"]) -> dict[str, float]:
         del intervals
@@ -148,7 +137,7 @@ class Surfaces(MetricBase):
         rows = np.flatnonzero((collected["masks"][: len(collected["images"])] > 0).any((1, 2)))
         if not rows.size:
             return
-        rows = rows[np.linspace(0, rows.size - 1, min(SHOWN, rows.size)).round().astype(int)]
+        rows = rows[np.linspace(0, rows.size - 1, min(_MOST, rows.size)).round().astype(int)]
         images, true, predicted = (collected[name][rows] for name in ("images", "masks", "predicted"))
         panels = [
             pictures.Panel(pixels=image, right=right, said=said)

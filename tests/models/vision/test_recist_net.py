@@ -31,7 +31,7 @@ from scalejax.train.task import Batch, whole
 SIDE = 64
 SCHEMA = ImageSchema(height=SIDE, width=SIDE, channels=1, mean=(30.0,), std=(20.0,))
 TINY = HourglassConfig(stacks=2, widths=(4, 6), blocks=(1, 1), stem=4, features=4)
-CONFIG = RecistNetConfig(backbone=TINY, head=4, objects=4, grouping=Grouping(peaks=12, boxes=20), pictures=False)
+CONFIG = RecistNetConfig(backbone=TINY, head=4, objects=4, grouping=Grouping(peaks=12, boxes=20))
 
 
 def crosses(*places, long=20.0, short=12.0, angle=0.3):
@@ -102,7 +102,7 @@ def test_where_extremes_coincide_the_box_is_exact_and_the_short_diameter_is_the_
     assert found.regressed.tolist() == [True]
     np.testing.assert_allclose(found.boxes[0], box(oblique[0]), atol=1e-4)
     assert same_crosses(found.diameters[0], oblique[0]) < 1e-4
-    np.testing.assert_allclose(recist_net.lengths(found.diameters[0]), [44, 14], atol=1e-4)
+    np.testing.assert_allclose(recist.lengths(found.diameters[0]), [44, 14], atol=1e-4)
 
 
 def test_a_lesion_under_one_cell_is_found():
@@ -329,7 +329,7 @@ def test_a_centre_and_a_size_give_the_box():
     maps["heat"][0, 7, 9], maps["offsets"][0, 7, 9], maps["size"][0, 7, 9] = 3, (0.25, 0.5), (5, 3)
     found = read(maps, config)
     np.testing.assert_allclose(found.boxes, [[27, 24, 47, 36]], atol=1e-4)
-    np.testing.assert_allclose(recist_net.lengths(found.diameters[0]), [20, 12], atol=1e-4)
+    np.testing.assert_allclose(recist.lengths(found.diameters[0]), [20, 12], atol=1e-4)
 
 
 def test_the_loss_of_centre_and_size_vanishes_where_the_maps_are_right():

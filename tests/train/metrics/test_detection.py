@@ -131,7 +131,7 @@ def collected(pictures=3):
 
 
 def test_the_metric_says_what_the_curve_says_and_keeps_pictures(tmp_path):
-    metric = Froc(pictures=True)
+    metric = Froc()
     values = metric.exact(collected(), intervals="none")
     assert values["sensitivity_4"] == 0.5
     assert values["hit_overlap"] == pytest.approx(1)
@@ -147,8 +147,7 @@ def test_the_metric_says_what_the_curve_says_and_keeps_pictures(tmp_path):
     # Two diameters of each of two lesions, and of each of the two that were found, which have boxes.
     assert held["svg"].count("<polygon") == 4 + 4
     assert held["svg"].count("<rect") == 2
-    assert Froc(pictures=True).shows == ("images",)
-    assert Froc(pictures=False).shows == ()
+    assert Froc().shows == ("images",)
 
 
 def test_boxes_have_their_padding():
