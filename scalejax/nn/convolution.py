@@ -82,15 +82,29 @@ def convolve(x: jax.Array, filters: jax.Array, stride: int = 1) -> jax.Array:
         pictures smaller than the filters           tap by tap       536 to 4.2 ([32, 2, 2, 512], 3 x 3)
 
     The last are those whose operands XLA exchanges, for which it then has a plain loop. The gradient of other filters
-    of 3 was slower as products, by 1.1 to 5 times.
+    of 3 was slower as products, by 1.1 to 5 times. For that gradient XLA turns x around, and computes it anew meanwhile
+    from what it was made of, block before block of a ResNet, unless that ends in what it holds for expensive: see
+    `_computed_once`, with which a step of ResNet-20 took 840 instead of 1130 ms of CPU time. With more channels than
+    32 it made no difference.
     """
     if _small(x, filters, stride):
         return jax.lax.platform_dependent(
             x, filters, cpu=functools.partial(_taps, stride=stride), default=functools.partial(_plain, stride=stride)
         )
+    if filters.shape[0] > 1 and filters.shape[2] <= 32:
+        x = jax.lax.platform_dependent(x, filters, cpu=_computed_once, default=lambda x, _: x)
     if filters.shape[0] == 1 or _neighbours(x, filters, stride) > 1 or _by_parity(x, filters, stride):
         return _convolve(x, filters, stride)
     return _plain(x, filters, stride)
+
+
+def _computed_once(x: jax.Array, filters: jax.Array) -> jax.Array:
+    """x over 1, where the compiler cannot know that it is 1 (or 2, of filters that are no numbers anyway).
+
+    Divisions are among what XLA does not compute once for each use. It takes `optimization_barrier` away before.
+    """
+    unknown = jnp.isnan(jax.lax.stop_gradient(filters[0, 0, 0, 0]))
+    return x / jnp.where(unknown, 2, 1).astype(x.dtype)
 
 
 def _plain(x: jax.Array, filters: jax.Array, stride: int) -> jax.Array:
