@@ -6,6 +6,7 @@ faster in all cases. Cases:
 
     resnet20    32 x 32 pixels, 128 pictures
     resnet18    64 x 64 pixels, 32 pictures, the stem of ImageNet
+    unet        128 x 128 pixels, 4 pictures, widths from 16 to 128; cross-entropy and Dice of four classes
 
 Figures: `cpu_ratio` is the ratio of CPU seconds of the process, median over turns, which other programs on the machine
 disturb less than they do the clock.
@@ -14,7 +15,7 @@ disturb less than they do the clock.
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -27,6 +28,7 @@ from scalejax.data.images.dataset import ImageDataSet
 from scalejax.data.images.schema import ImageSchema
 from scalejax.models.vision import resnet, resnet_checkpoints
 from scalejax.models.vision.resnet import ResNetConfig
+from scalejax.models.vision.unet import UNetConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment
@@ -53,8 +55,9 @@ class Case:
       channels: Of a picture.
       classes: Number of them.
       rows: Pictures of a batch.
-      module: (the peer's library of networks, model, channels, classes, parameters and running means by path) -> the
-        same in PyTorch.
+      peer: (the peer's library of networks, model, channels, classes, parameters and running means by path) -> the
+        same network in PyTorch, and its loss of logits and labels.
+      labels: "labels" = a class a picture, "masks" = one a pixel.
     """
 
     model: ModelConfig
@@ -62,17 +65,28 @@ class Case:
     channels: int
     classes: int
     rows: int
-    module: Callable[[Any, Any, int, int, dict[str, np.ndarray]], Any]
+    peer: Callable[[Any, Any, int, int, dict[str, np.ndarray]], tuple[Any, Any]]
+    labels: Literal["labels", "masks"] = "labels"
 
 
-def _resnet(theirs: Any, model: ResNetConfig, channels: int, classes: int, arrays: dict[str, np.ndarray]) -> Any:
+def _resnet(
+    theirs: Any, model: ResNetConfig, channels: int, classes: int, arrays: dict[str, np.ndarray]
+) -> tuple[Any, Any]:
     tensors = resnet_checkpoints.renamed(model, arrays, "torchvision")
-    return theirs.load(theirs.ResNet(model, channels, classes), tensors)
+    return theirs.load(theirs.ResNet(model, channels, classes), tensors), theirs.nn.functional.cross_entropy
+
+
+def _unet(
+    theirs: Any, model: UNetConfig, channels: int, classes: int, arrays: dict[str, np.ndarray]
+) -> tuple[Any, Any]:
+    network = theirs.load(theirs.UNet(model, channels, classes), theirs.unet_tensors(arrays))
+    return network, theirs.dice_and_cross_entropy
 
 
 _CASES = {
     "resnet20": Case(resnet.SIZES["resnet20"], 32, 3, 10, 128, _resnet),
     "resnet18": Case(resnet.SIZES["resnet18"], 64, 3, 10, 32, _resnet),
+    "unet": Case(UNetConfig(widths=(16, 32, 64, 128)), 128, 1, 4, 4, _unet, "masks"),
 }
 CASES = tuple(_CASES)
 
@@ -110,8 +124,11 @@ class Noise:
         """One batch."""
         rng, schema = np.random.default_rng(0), self.schema()
         images = rng.integers(0, 256, (self.batch_size, *schema.shape), np.uint8)
-        labels = rng.integers(0, self.case.classes, self.batch_size).astype(np.int32)
-        arrays = {"train": {"images": images, "labels": labels}}
+        shape = images.shape[: 3 if self.case.labels == "masks" else 1]
+        labels = rng.integers(0, self.case.classes, shape).astype(np.int32)
+        arrays = {"train": {"images": images, self.case.labels: labels}}
+        if self.case.labels == "masks":
+            arrays["train"]["cases"] = np.arange(self.batch_size, dtype=np.int32)
         return ImageDataSet(arrays, batch_size=self.batch_size, schema=schema, augment=Augment())
 
 
@@ -144,16 +161,18 @@ def contest(case: Case, against: str | None) -> Contest:
     if against is None:
         return alone
     library = peers.load("torch_vision")
+    module, criterion = case.peer(library, case.model, case.channels, case.classes, arrays)
     theirs = library.TrainingStep(
-        case.module(library, case.model, case.channels, case.classes, arrays),
+        module,
         data.schema,
+        criterion=criterion,
         learning_rate=LEARNING_RATE,
         momentum=MOMENTUM,
         compiled=against == "torch-compile",
         threads=len(machine.usable_cpus()),
         channels_last=True,
     )
-    given = theirs.place(batch["images"], batch["labels"])
+    given = theirs.place(batch["images"], batch[case.labels])
     peer = Timed(repeated(lambda: theirs.step(given)), time.process_time)
 
     def check() -> None:

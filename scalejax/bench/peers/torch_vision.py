@@ -66,6 +66,70 @@ class ResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
+class Layer(nn.Module):
+    """Convolution, normalisation of each channel of a picture, ReLU."""
+
+    def __init__(self, inputs: int, features: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, features, 3, padding=1, bias=False)
+        self.norm = nn.InstanceNorm2d(features, affine=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+class UNet(nn.Module):
+    """`scalejax.models.vision.unet` with one head, its parts named as there."""
+
+    def __init__(self, config: Any, channels: int, classes: int) -> None:
+        super().__init__()
+        first, *below = widths = config.widths
+        self.stem = Layer(channels, first)
+        self.encoder, self.decoder = nn.Module(), nn.Module()
+        self.encoder.first = Layer(first, first)
+        self.encoder.blocks = nn.ModuleList(
+            nn.Sequential(Layer(above, width), Layer(width, width)) for above, width in zip(widths, below, strict=False)
+        )
+        self.decoder.ups = nn.ModuleList(
+            nn.ConvTranspose2d(width, above, 2, 2) for above, width in zip(widths, below, strict=False)
+        )
+        self.decoder.blocks = nn.ModuleList(
+            nn.Sequential(Layer(2 * width, width), Layer(width, width)) for width in widths[:-1]
+        )
+        self.decoder.heads = nn.ModuleList([nn.Conv2d(first, classes, 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = [self.encoder.first(self.stem(x))]
+        for block in self.encoder.blocks:
+            features.append(block(nn.functional.max_pool2d(features[-1], 2)))
+        y = features.pop()
+        for up, block in reversed(list(zip(self.decoder.ups, self.decoder.blocks, strict=True))):
+            y = block(torch.cat([features.pop(), up(y)], 1))
+        return self.decoder.heads[0](y)
+
+
+def unet_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Parameters of our U-Net by path, by the names and in the layouts of the one above."""
+    found = {}
+    for path, array in arrays.items():
+        *parts, last = path.split("/")
+        if last == "kernel":
+            if parts[-2] == "ups":
+                array = array.reshape(len(array), 2, 2, -1).transpose(0, 3, 1, 2)
+            else:
+                array = array.transpose(3, 2, 0, 1)
+        found[".".join([*parts, "bias" if last == "bias" else "weight"])] = array
+    return found
+
+
+def dice_and_cross_entropy(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """`scalejax.models.vision.segmentation.dice_and_cross_entropy` of a batch."""
+    truth = nn.functional.one_hot(masks, logits.shape[1]).movedim(-1, 1).float()
+    likely, over = torch.softmax(logits, 1), (0, 2, 3)
+    dice = (2 * (likely * truth).sum(over) + 1e-5) / (likely.sum(over) + truth.sum(over) + 1e-5)
+    return nn.functional.cross_entropy(logits, masks) + 1 - dice[1:].mean()
+
+
 def load(module: nn.Module, tensors: Mapping[str, np.ndarray]) -> nn.Module:
     """Gives a module all of its parameters and running means."""
     found = {name: torch.from_numpy(np.array(array)) for name, array in tensors.items()}
@@ -77,11 +141,12 @@ def load(module: nn.Module, tensors: Mapping[str, np.ndarray]) -> nn.Module:
 
 
 class TrainingStep:
-    """Forward, cross-entropy over classes (of pictures or of their pixels), backward, and SGD with momentum.
+    """Forward, loss, backward, and SGD with momentum.
 
     Args:
       module: float32[B, C, H, W] -> logits [B, classes, ...].
       schema: Mean and deviation of stored pixels.
+      criterion: Of logits and labels.
       compiled: torch.compile of forward and loss, instead of eager execution.
       threads: Of the CPU; None = as they are.
       channels_last: Whether arrays lie as [B, H, W, C].
@@ -92,6 +157,7 @@ class TrainingStep:
         module: nn.Module,
         schema: Any,
         *,
+        criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = nn.functional.cross_entropy,
         learning_rate: float,
         momentum: float = 0.0,
         compiled: bool = False,
@@ -101,6 +167,7 @@ class TrainingStep:
         if threads is not None:
             torch.set_num_threads(threads)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._criterion = criterion
         self.module = module.train().to(memory_format=self._format)
         self._mean, self._std = (torch.tensor(v).reshape(1, -1, 1, 1) for v in (schema.mean, schema.std))
         self._optimizer = torch.optim.SGD(module.parameters(), lr=learning_rate, momentum=momentum)
@@ -114,7 +181,7 @@ class TrainingStep:
 
     def _objective(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.module((images.float() - self._mean) / self._std)
-        return nn.functional.cross_entropy(logits, labels), logits
+        return self._criterion(logits, labels), logits
 
     def step(self, batch: Sequence[torch.Tensor]) -> tuple[float, np.ndarray]:
         """One step; the loss and the logits before it."""
