@@ -58,6 +58,8 @@ step moma_step 200 bench moma_step --against dense --json "$out/moma_step.json"
 step llama_step_1b 200 bench llama_step --case 1b --json "$out/llama_step.json"
 step llama_decode_8b 150 bench llama_decode --case 8b --json "$out/llama_decode.json"
 run long_prefill 300 benchmarks/gpu_prefill.py --tokens "${PREFILL_TOKENS:-131072}" --json "$out/long_prefill.json" # 524288 on an H200
+step vision_step 150 bench vision_step --json "$out/vision_step.json"
+run recist_decode 120 benchmarks/recist_decode.py
 step wukong_main_job 180 train wukong --workdir "$out/wukong" --resume never
 step wukong_step 180 bench wukong_step --json "$out/wukong_step.json"
 step dlrm_step 150 bench dlrm_step --json "$out/dlrm_step.json"

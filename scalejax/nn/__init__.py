@@ -34,5 +34,6 @@ from scalejax.nn.pages import PagedCache as PagedCache
 from scalejax.nn.pages import PageShape as PageShape
 from scalejax.nn.pages import Reading as Reading
 from scalejax.nn.products import products as products
+from scalejax.nn.resize import resize as resize
 from scalejax.numerics.dtypes import FLOAT32 as FLOAT32
 from scalejax.numerics.dtypes import Dtypes as Dtypes

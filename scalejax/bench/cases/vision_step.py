@@ -7,6 +7,7 @@ faster in all cases. Cases:
     resnet20    32 x 32 pixels, 128 pictures
     resnet18    64 x 64 pixels, 32 pictures, the stem of ImageNet
     unet        128 x 128 pixels, 4 pictures, widths from 16 to 128; cross-entropy and Dice of four classes
+    resnet50    224 x 224 pixels, 128 pictures, bfloat16, on an accelerator
 
 Figures: `cpu_ratio` is the ratio of CPU seconds of the process, median over turns, which other programs on the machine
 disturb less than they do the clock.
@@ -22,7 +23,7 @@ import numpy as np
 
 from scalejax import optim
 from scalejax.bench import machine, peers, training_step
-from scalejax.bench.harness import Contest, OutputsDiffer, Timed, repeated
+from scalejax.bench.harness import Contest, OutputsDiffer, Timed, Unsuited, repeated
 from scalejax.data.images.augment import Augment
 from scalejax.data.images.dataset import ImageDataSet
 from scalejax.data.images.schema import ImageSchema
@@ -31,7 +32,7 @@ from scalejax.models.vision.resnet import ResNetConfig
 from scalejax.models.vision.unet import UNetConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.train.batches import convert
-from scalejax.train.experiment import Experiment
+from scalejax.train.experiment import Experiment, Precision
 from scalejax.train.protocols import ModelConfig
 from scalejax.train.runs import binding
 
@@ -58,6 +59,7 @@ class Case:
       peer: (the peer's library of networks, model, channels, classes, parameters and running means by path) -> the
         same network in PyTorch, and its loss of logits and labels.
       labels: "labels" = a class a picture, "masks" = one a pixel.
+      compute: Dtype of the operands; what is narrow runs on accelerators alone.
     """
 
     model: ModelConfig
@@ -67,6 +69,7 @@ class Case:
     rows: int
     peer: Callable[[Any, Any, int, int, dict[str, np.ndarray]], tuple[Any, Any]]
     labels: Literal["labels", "masks"] = "labels"
+    compute: Literal["float32", "bfloat16"] = "float32"
 
 
 def _resnet(
@@ -87,6 +90,7 @@ _CASES = {
     "resnet20": Case(resnet.SIZES["resnet20"], 32, 3, 10, 128, _resnet),
     "resnet18": Case(resnet.SIZES["resnet18"], 64, 3, 10, 32, _resnet),
     "unet": Case(UNetConfig(widths=(16, 32, 64, 128)), 128, 1, 4, 4, _unet, "masks"),
+    "resnet50": Case(resnet.SIZES["resnet50"], 224, 3, 1000, 128, _resnet, compute="bfloat16"),
 }
 CASES = tuple(_CASES)
 
@@ -96,7 +100,10 @@ def prepare(case: str, against: str | None) -> Contest:
 
     Raises:
       UserError: a peer on an accelerator.
+      Unsuited: the case of an accelerator on a CPU.
     """
+    if _CASES[case].compute != "float32" and jax.default_backend() == "cpu":
+        raise Unsuited(f"--case {case}: is for an accelerator, and jax has none here. Leave it out.")
     return contest(_CASES[case], against)
 
 
@@ -142,6 +149,7 @@ def contest(case: Case, against: str | None) -> Contest:
         data=Noise(case=case, batch_size=case.rows),
         steps=1_000_000,
         optimizer=optim.Sgd(learning_rate=optim.Constant(value=LEARNING_RATE), momentum=MOMENTUM),
+        precision=Precision(compute=case.compute),
     )
     data = experiment.data.build()
     mesh = meshes.make_mesh(None, [device])
