@@ -1,4 +1,4 @@
-"""ResNets against transformers and PyTorch: logits of equal weights, and twenty steps of training."""
+"""ResNets and U-Nets against transformers and PyTorch: logits of equal weights, and twenty steps of training."""
 
 import dataclasses
 import json
@@ -22,6 +22,7 @@ from scalejax.data.images.dataset import ImageDataSet
 from scalejax.data.images.schema import ImageSchema
 from scalejax.models.vision import resnet_checkpoints
 from scalejax.models.vision.resnet import ResNet, ResNetConfig
+from scalejax.models.vision.unet import UNetConfig
 from scalejax.nn import FLOAT32
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.batches import convert
@@ -213,3 +214,48 @@ def test_scores_with_running_means_are_those_of_pytorch(sides):
     wanted = theirs.logits(placed)
     np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(ours.argmax(1), wanted.argmax(1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Masks(Noise):
+    """Random pictures with a class for each pixel."""
+
+    def schema(self):
+        return dataclasses.replace(SCHEMA, height=16, width=16, batch_size=ROWS)
+
+    def build(self):
+        rng = np.random.default_rng(0)
+        images = rng.integers(0, 256, (4 * ROWS, 16, 16, 3), np.uint8)
+        # What can be learnt: the class of a pixel follows from how bright it is.
+        masks = (images.mean(-1) // 52).astype(np.int32)
+        arrays = {"train": {"images": images, "masks": masks, "cases": np.arange(len(images), dtype=np.int32)}}
+        return ImageDataSet(arrays, batch_size=ROWS, schema=self.schema(), augment=Augment())
+
+
+def test_losses_and_parameters_of_a_unet_are_those_of_pytorch_over_twenty_steps():
+    experiment = Experiment(
+        model=UNetConfig(widths=(4, 8, 12)),
+        data=Masks(),
+        steps=20,
+        optimizer=optim.Sgd(learning_rate=optim.Constant(value=0.05), momentum=0.9),
+    )
+    run = Run.bind(experiment, experiment.data.build(), make_mesh(MeshShape(), jax.devices()[:1]))
+    state = run.program.init()
+    arrays = {path: np.array(array) for path, array in state.params.items()}
+    theirs = torch_vision.TrainingStep(
+        torch_vision.load(torch_vision.UNet(experiment.model, 3, 5), torch_vision.unet_tensors(arrays)),
+        experiment.data.schema(),
+        criterion=torch_vision.dice_and_cross_entropy,
+        learning_rate=0.05,
+        momentum=0.9,
+    )
+    lines = []
+    for _, batch in zip(range(20), run.program.task.train_batches(run.data, run.mesh, 0), strict=False):
+        state, loss = run.program.train_step(state, convert.to_device(batch, run.program))
+        lines.append((float(loss), theirs.step(theirs.place(batch["images"], batch["masks"]))[0]))
+    ours, wanted = np.array(lines).T
+    assert wanted[-1] < 0.9 * wanted[0]
+    np.testing.assert_allclose(ours, wanted, rtol=1e-4)
+    found = torch_vision.unet_tensors({path: np.array(array) for path, array in state.params.items()})
+    for name, array in theirs.module.state_dict().items():
+        np.testing.assert_allclose(found[name], array.numpy(), rtol=1e-3, atol=1e-4, err_msg=name)
