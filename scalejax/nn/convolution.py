@@ -137,7 +137,9 @@ def _forward(x: jax.Array, filters: jax.Array, stride: int) -> tuple[jax.Array, 
 
 def _backward(stride: int, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     def plain(x: jax.Array, filters: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.vjp(functools.partial(_plain, stride=stride), x, filters)[1](g)
+        (dx,) = jax.linear_transpose(lambda x: _plain(x, filters, stride), x)(g)
+        (dfilters,) = jax.linear_transpose(lambda filters: _plain(x, filters, stride), filters)(g)
+        return dx, dfilters
 
     def on_cpu(x: jax.Array, filters: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
         if filters.shape[0] > 1:

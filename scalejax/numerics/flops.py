@@ -125,7 +125,9 @@ def _convolution(eqn: core.JaxprEqn) -> int:
     kernel, numbers = _array(eqn.invars[1]).shape, eqn.params["dimension_numbers"]
     features = numbers.rhs_spec[0]  # output features; the other dimensions are contracted per output element
     per_output = math.prod(size for d, size in enumerate(kernel) if d != features)
-    return 2 * math.prod(_array(eqn.outvars[0]).shape) * per_output
+    # A gradient of a strided convolution spreads its input: of so many places of a filter one meets data.
+    holes = math.prod(eqn.params["lhs_dilation"])
+    return 2 * math.prod(_array(eqn.outvars[0]).shape) * per_output // holes
 
 
 def _ragged(eqn: core.JaxprEqn) -> int:

@@ -6,6 +6,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from scalejax.nn.convolution import convolve
 from scalejax.numerics import flops
 
 
@@ -92,3 +93,23 @@ def test_a_loop_without_a_trip_count_is_reported_if_it_multiplies_matrices():
 def test_a_conditional_counts_its_most_expensive_branch():
     found = _count(lambda i, x: jax.lax.cond(i, lambda: x @ x @ x, lambda: x @ x), _shape(dtype=bool), _shape(8, 8))
     assert found.total == 2 * 1024
+
+
+def test_gradients_of_a_strided_convolution_cost_what_it_does():
+    def convolved(x, filters):
+        return jax.lax.conv_general_dilated(
+            x, filters, (2, 2), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    args, forward = (_shape(5, 8, 8, 3), _shape(3, 3, 3, 7)), 2 * 5 * 4 * 4 * 7 * 3 * 3 * 3
+    assert _count(convolved, *args).total == forward
+    assert _count(jax.grad(lambda *a: convolved(*a).sum(), (0, 1)), *args).total == 3 * forward
+
+
+def test_a_convolution_of_the_library_costs_one_product_in_each_direction():
+    """Forms for a CPU apart, of which none counts."""
+    for kernel, stride, inputs in ((1, 1, 6), (1, 2, 6), (3, 1, 6), (3, 2, 6), (3, 1, 40)):
+        args = (_shape(5, 8, 8, inputs), _shape(kernel, kernel, inputs, 7))
+        forward = 2 * 5 * (8 // stride) ** 2 * 7 * kernel**2 * inputs
+        found = _count(jax.grad(lambda x, f, s=stride: convolve(x, f, s).sum(), (0, 1)), *args).total
+        assert found == 3 * forward, (kernel, stride, inputs)
