@@ -3,6 +3,7 @@
 python benchmarks/smc_noise.py tune --json FILE             # each method's setting, on a seed that is not used again
 python benchmarks/smc_noise.py run --json FILE > table.md
 python benchmarks/smc_noise.py run --json LONG --epochs 120 --methods CE SMC-2 --noises 0.4 0.6
+python benchmarks/smc_noise.py draw --json LONG --epochs 120 --methods CE SMC-2 --noises 0.4 0.6 > curves.svg
 
 All runs are the recipe `smc-fashion` with another `model.learning`, rate and noise: of the bundled 4,000 training
 pictures 400 validate, beside 1,000 test pictures. Labels of training and validation are wrong at the stated rate, those
@@ -17,6 +18,7 @@ nobody can choose by. The fall is the latter minus the first.
 import argparse
 import dataclasses
 import functools
+import io
 import json
 import math
 import pathlib
@@ -162,6 +164,28 @@ def report(kept: Kept, methods: list[str], noises: list[float]) -> bool:
     return holds
 
 
+def draw(kept: Kept, methods: list[str], noises: list[float], epochs: int) -> str:
+    """Test accuracy by epoch as an SVG: means of the seeds, between the least and the largest."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "smc", "font.size": 9}
+    figure, axes = plt.subplots(1, len(noises), figsize=(4 * len(noises), 2.6), squeeze=False, layout="constrained")
+    for axis, noise in zip(axes[0], noises, strict=True):
+        for method in methods:
+            curves = np.array([kept.get(*chosen(kept, method), noise, seed)["test"] for seed in SEEDS])
+            at = epochs / EVALUATIONS * np.arange(1, EVALUATIONS + 1)
+            axis.plot(at, curves.mean(0), label=method)
+            axis.fill_between(at, curves.min(0), curves.max(0), alpha=0.2)
+        axis.set(title=f"{noise:.0%} of labels wrong", xlabel="epoch", ylabel="test accuracy")
+        axis.legend(loc="lower left")
+    made = io.StringIO()
+    figure.savefig(made, format="svg", metadata={"Date": None})
+    return made.getvalue()
+
+
 def _mean(values: list[float]) -> str:
     return f"{statistics.fmean(values):.4f}"
 
@@ -172,7 +196,7 @@ def _half(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "run"))
+    parser.add_argument("what", choices=("tune", "run", "draw"))
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--methods", nargs="+", choices=TRIALS, default=list(TRIALS), help="CE first")
@@ -182,6 +206,9 @@ def main() -> None:
     if options.what == "tune":
         for method in options.methods:
             print(f"{method}: {chosen(kept, method)}", flush=True)
+        return
+    if options.what == "draw":
+        print(draw(kept, options.methods, options.noises, options.epochs), end="")
         return
     print(f"{machine.device_name(jax.devices()[0])}, {machine.today()}, commit {machine.commit()}\n")
     if not report(kept, options.methods, options.noises):

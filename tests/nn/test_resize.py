@@ -17,7 +17,9 @@ def pictures(dtype=np.float32):
 
 
 def by_pillow(images, size, method):
-    channels = [[Image.fromarray(image[..., c]).resize(size[::-1], METHODS[method]) for c in range(3)] for image in images]
+    channels = [
+        [Image.fromarray(image[..., c]).resize(size[::-1], METHODS[method]) for c in range(3)] for image in images
+    ]
     return np.stack([np.stack([np.array(c) for c in each], -1) for each in channels])
 
 
