@@ -41,10 +41,10 @@ from scalejax.train.runs import binding, scoring
 from scalejax.train.runs.run import Run
 
 MODELS = {"none": "U-Net", "early": "early concatenation", "concatenation": "attention off", "attention": "pairwise"}
-RATES = (3e-3, 1e-2)
+RATES = (3e-3, 1e-2, 3e-2)
 SLICES = (4, 8, 16, 32)
 SEEDS, TUNING_SEED, TUNING_SLICES = (1, 2, 3), 100, 8
-STEPS = 300
+STEPS = 1000
 TESTS = {
     "as they are": Augment(),
     "noise": Augment(noise=0.1),

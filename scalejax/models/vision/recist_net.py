@@ -20,7 +20,6 @@ network (CenterNet; Zhou, Wang and Krähenbühl, 2019, arXiv 1904.07850).
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -290,7 +289,9 @@ class RecistNetTask(TaskBase):
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
         """Pictures, and the FLOPs of their convolutions."""
         count = shapes["images"][0]
-        return Work(flops=6.0 * _macs(self.config, self.schema) * count, count=count)
+        model = counts.abstract(RecistNet, self.config, self.schema)
+        macs = counts.macs(model, jax.ShapeDtypeStruct((1, *self.schema.shape), self.schema.dtype))
+        return Work(flops=6.0 * macs * count, count=count)
 
     def describe(self, data: Any) -> dict[str, object]:
         """What reads lesions out."""
@@ -300,9 +301,3 @@ class RecistNetTask(TaskBase):
     def identity(self) -> dict[str, str]:
         """Units of the pictures."""
         return self.schema.identity()
-
-
-@functools.lru_cache
-def _macs(config: RecistNetConfig, schema: ImageSchema) -> int:
-    model = counts.abstract(RecistNet, config, schema)
-    return counts.macs(model, jax.ShapeDtypeStruct((1, *schema.shape), schema.dtype))

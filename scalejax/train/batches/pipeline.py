@@ -42,6 +42,7 @@ class Pipeline:
         self._ahead: Ahead | None = None
         self._batch: Placed | None = None
         self._coming: Placed | None = None
+        self._shapes: dict[str, tuple[int, ...]] | None = None
         self.amounts: dict[str, float] = {}
 
     def take(self) -> int:
@@ -50,10 +51,11 @@ class Pipeline:
         self._take()
         assert self._batch is not None
         shapes = {name: x.shape for name, x in self._batch.fields.items() if isinstance(x, jax.Array)}
-        work = self._program.task.work(shapes)
-        unit = self._program.task.unit
-        self.amounts = {} if unit == "examples" else {unit: work.count}
-        self.amounts |= {"flops": work.flops} if work.flops else {}
+        if shapes != self._shapes:  # of a whole model `work` may take longer than a step
+            work, unit = self._program.task.work(shapes), self._program.task.unit
+            amounts = {} if unit == "examples" else {unit: work.count}
+            self.amounts = amounts | ({"flops": work.flops} if work.flops else {})
+            self._shapes = shapes
         return self._program.rows(self._batch)
 
     def _take(self) -> None:

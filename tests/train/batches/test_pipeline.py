@@ -6,9 +6,12 @@ import re
 import jax
 import numpy as np
 import pytest
+import segmentation_cases
 import small_run
 from changes import changed
 
+from scalejax.models.vision.segmentation import SegmentationTask
+from scalejax.models.vision.unet import UNetConfig
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
@@ -176,3 +179,11 @@ def test_the_compiled_exchange_of_the_next_ids_waits_for_nothing_of_the_step(row
 def test_other_pipelines_are_refused(rows):
     with pytest.raises(ValueError, match="pipeline must be one of none, ids, stale; got 'fast'"):
         experiment(rows, tables__pipeline="fast")
+
+
+def test_the_work_of_batches_of_one_shape_is_counted_once(tmp_path, monkeypatch):
+    """It traces the whole model, which took longer than the steps of a small U-Net."""
+    calls, work = [], SegmentationTask.work
+    monkeypatch.setattr(SegmentationTask, "work", lambda *args: calls.append(args) or work(*args))
+    loop.train(segmentation_cases.experiment(UNetConfig(widths=(4, 8)), steps=6), workdir=tmp_path)
+    assert len(calls) == 1
