@@ -24,7 +24,7 @@ _PARTNER = 0x9A17
 
 
 def subjects_of(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """int64[N], see the file.
+    """int64[N], see the file; a number is one subject in all splits.
 
     Raises:
       UserError: the arrays have neither.
@@ -171,27 +171,22 @@ class Candidates:
         rows = np.linspace(0, data.num_examples("train") - 1, count).round().astype(np.int64)
         return cls._of(data, rows)
 
-    def weights(
-        self, batch: Mapping[str, np.ndarray], choose: Literal["one", "nearest", "ensemble"], *, trained: bool
-    ) -> np.ndarray:
-        """Shares that the candidates have in the masks of targets, float32[B, T].
+    def weights(self, batch: Mapping[str, np.ndarray], choose: Literal["one", "nearest", "ensemble"]) -> np.ndarray:
+        """Shares that the candidates have in the masks of targets, float32[B, T]; none those of a target's subject.
 
         Args:
           batch: Targets.
           choose: One of them, or all.
-          trained: Whether these may be the candidates themselves: then none of the target's own subject has a share.
 
         Raises:
           UserError: no candidate is of another subject.
         """
         images = batch["images"]
-        allowed = np.ones((len(images), len(self.subjects)), bool)
-        if trained:
-            allowed = subjects_of(batch)[:, None] != self.subjects
+        allowed = subjects_of(batch)[:, None] != self.subjects
         if not allowed.any(1).all():
             raise UserError(
-                "A target of the training split would be its own template: all candidates are of its subject. Raise "
-                "model.templates.count."
+                "A target would be its own template: all candidates are of its subject. Raise model.templates.count, "
+                "or number subjects over all splits."
             )
         if choose == "ensemble":
             return (allowed / allowed.sum(1, keepdims=True)).astype(np.float32)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from scalejax.data.images import pictures
 from scalejax.data.images.dataset import ImageDataSet
 from scalejax.data.images.schema import ImageSchema
+from scalejax.errors import UserError
 from scalejax.nn import counts, wide
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.train import self_distillation
@@ -77,6 +78,13 @@ class ClassifierTask(TaskBase):
     config: ClassifierConfig
     schema: ImageSchema
     unit: str = "images"
+
+    def __post_init__(self) -> None:
+        if len(self.schema.classes) < 2:
+            raise UserError(
+                "data: a classifier needs two classes or more; the labels have "
+                f"{', '.join(self.schema.classes) or 'none'}. Give pictures of another class."
+            )
 
     def fields(self) -> dict[str, Field]:
         """Pictures and labels, and those of the other views that a way to learn wants."""

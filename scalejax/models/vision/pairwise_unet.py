@@ -74,7 +74,8 @@ class Templates:
     def __post_init__(self) -> None:
         check_one_of("Templates: at_test", self.at_test, ("one", "nearest", "ensemble"))
         check_at_least("Templates: count", self.count, 1)
-        check_at_least("Templates: alike", self.alike or 1, 1)
+        if self.alike is not None:
+            check_at_least("Templates: alike", self.alike, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,11 +120,6 @@ class PairwiseUNetConfig:
             )
         if self.temperature <= 0:
             raise UserError(f"PairwiseUNetConfig: temperature must be above 0; got {self.temperature}.")
-
-    @property
-    def norm(self) -> str:
-        """Of both encoders and the decoder."""
-        return self.unet.norm
 
     @property
     def segmentation(self) -> SegmentationSettings:
@@ -378,7 +374,7 @@ class PairwiseTask(SegmentationTask):
             yield batch | {
                 "template_images": np.zeros_like(batch["images"]),
                 "template_masks": np.zeros_like(batch["masks"]),
-                "template_weights": chosen.weights(batch, self.config.templates.at_test, trained=split == "train"),
+                "template_weights": chosen.weights(batch, self.config.templates.at_test),
             }
 
     def constants(self, data: ImageDataSet, mesh: Mesh) -> object:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
 from scalejax.data.images.schema import ImageSchema
 from scalejax.errors import UserError, check_at_least, check_one_of
@@ -60,9 +59,6 @@ class SegmentationConfig(Protocol):
     """The part of the config of an architecture that a task knows."""
 
     @property
-    def norm(self) -> str: ...
-
-    @property
     def segmentation(self) -> SegmentationSettings: ...
 
     def build(self, schema: ImageSchema, rngs: nnx.Rngs, dtypes: Dtypes) -> Any: ...
@@ -102,20 +98,6 @@ class SegmentationTask(TaskBase):
             "cases": Field(shape=(), dtype="int32"),
             "weights": Field(shape=(), dtype="float32"),
         }
-
-    def check(self, experiment: Any, mesh: Mesh, data: Any = None) -> None:
-        """Refuses BatchNorm of one picture.
-
-        Raises:
-          UserError: names the field.
-        """
-        super().check(experiment, mesh, data)
-        pictures = min(experiment.data.batch_size, experiment.gradients.microbatch or experiment.data.batch_size)
-        if self.config.norm == "batch" and pictures == 1:
-            raise UserError(
-                'norm="batch" of the model normalises over the pictures of a batch, and batches or parts have 1. Raise '
-                'data.batch_size or gradients.microbatch, or set norm="instance" or "group".'
-            )
 
     def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module:
         """Builds the model."""

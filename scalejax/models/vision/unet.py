@@ -83,6 +83,7 @@ def check_levels(config: UNetConfig) -> None:
     name = type(config).__name__
     check_one_of(f"{name}: norm", config.norm, get_args(Normalization))
     check_at_least(f"{name}: levels, the length of widths,", len(config.widths), 2)
+    check_at_least(f"{name}: groups", config.groups, 1)
     for width in config.widths:
         check_at_least(f"{name}: widths", width, 1)
         if config.norm == "group" and width % config.groups:

@@ -64,7 +64,9 @@ class FrocCurve:
     overlap: np.ndarray
 
     def at(self, false_positives: float) -> float:
-        """Sensitivity at so many false positives a picture."""
+        """Sensitivity at so many false positives a picture; NaN where there is no lesion."""
+        if not len(self.found_at):
+            return float("nan")
         x, y = np.append(0.0, self.false_positives), np.append(0.0, self.sensitivity)
         last = np.append(x[1:] != x[:-1], True)  # the highest sensitivity of equal numbers of false positives
         return float(np.interp(false_positives, x[last], y[last]))
@@ -184,21 +186,34 @@ class Froc(MetricBase):
         del intervals
         curve = self.curve(collected)
         each = {_name(at): curve.at(at) for at in FALSE_POSITIVES}
-        kept = collected["scores"] >= _threshold(curve, 4.0)
+        regressed = self._of_hits(collected, collected["regressed"], _threshold(curve, 4.0))
         return {
             "froc": float(np.mean(list(each.values()))),
             **each,
             "hit_overlap": curve.overlap_of_hits(4.0),
-            "regressed": float(collected["regressed"][kept].mean()) if kept.any() else float("nan"),
+            "regressed": float(regressed.mean()) if len(regressed) else float("nan"),
             "lesions": float(len(curve.found_at)),
         }
+
+    def _of_hits(self, collected: Collected, values: np.ndarray, threshold: float) -> np.ndarray:
+        """What `values` [B, M] say of the boxes that are kept at a threshold and find a lesion."""
+        hits = [
+            kept & (overlaps(boxes, lesions, self.criterion) >= self.enough).any(1)
+            for boxes, kept, lesions in zip(
+                collected["boxes"], collected["scores"] >= threshold, self._lesions(collected), strict=True
+            )
+        ]
+        return values[np.array(hits, bool).reshape(values.shape)]
+
+    def _lesions(self, collected: Collected) -> list[np.ndarray]:
+        return [boxes_of(ends[_there(ends)], self.padding) for ends in collected["ends"]]
 
     def curve(self, collected: Collected) -> FrocCurve:
         """FROC of collected outputs."""
         return froc(
             list(collected["boxes"]),
             list(collected["scores"]),
-            [boxes_of(ends[_there(ends)], self.padding) for ends in collected["ends"]],
+            self._lesions(collected),
             criterion=self.criterion,
             enough=self.enough,
         )

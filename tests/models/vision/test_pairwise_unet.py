@@ -330,6 +330,11 @@ def test_what_cannot_be_is_refused(wrong, says):
         dataclasses.replace(SMALL, **wrong)
 
 
+def test_no_templates_to_choose_from_are_refused():
+    with pytest.raises(UserError, match="alike must be at least 1; got 0"):
+        Templates(alike=0)
+
+
 # Runs.
 
 
@@ -453,3 +458,15 @@ def test_a_target_that_could_only_be_its_own_template_is_refused():
     task = SMALL.task(SCHEMA)
     with pytest.raises(UserError, match="All 4 training pictures are of subject 0, and a target must not be its own"):
         next(task.train_batches(data, None, 0))
+
+
+def test_a_validation_picture_that_is_in_the_training_split_is_not_its_own_template():
+    train = drawn(8, 0)
+    copies = {name: x[:2] for name, x in train.items()}
+    data = ImageDataSet({"train": train, "validation": copies}, batch_size=2, schema=SCHEMA, augment=Augment())
+    for at_test in ("one", "nearest", "ensemble"):
+        config = dataclasses.replace(SMALL, templates=Templates(at_test=at_test, count=8))
+        weights = next(config.task(SCHEMA).eval_batches(data, None, "validation"))["template_weights"]
+        subjects = config.task(SCHEMA)._candidates(data).subjects
+        assert (weights[:, subjects == 0] == 0).all()
+        np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)

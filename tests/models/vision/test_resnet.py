@@ -1,18 +1,22 @@
 """ResNet: published sizes, the network in NumPy, what BatchNorm remembers, and what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax import nn
+from scalejax import configs, nn
 from scalejax.data.images.schema import ImageSchema
 from scalejax.errors import UserError
 from scalejax.models.vision import resnet
 from scalejax.models.vision.inputs import standardized
 from scalejax.models.vision.resnet import ResNetConfig
 from scalejax.nn import counts
+from scalejax.parallel.mesh import make_mesh
+from scalejax.train.runs import binding
 
 
 def schema(side, classes, channels=3):
@@ -183,6 +187,19 @@ def test_refuses_what_is_no_net(change, message):
     given = {"stem": "cifar", "block": "basic", "depths": (1, 2), "widths": (4, 6)}
     with pytest.raises(UserError, match=message):
         ResNetConfig(**(given | change))
+
+
+def test_refuses_one_class():
+    with pytest.raises(UserError, match="a classifier needs two classes or more; the labels have only"):
+        resnet.cifar(8).task(dataclasses.replace(CIFAR, classes=("only",)))
+
+
+@pytest.mark.parametrize("recipe", ["resnet-smoke", "recist-smoke"])
+def test_a_batch_of_one_is_refused_in_training(recipe):
+    run = configs.load(recipe, ["data.batch_size=1"])
+    program = binding.bind(run, run.data.schema(), make_mesh(None, jax.devices()[:1]), abstract=True)
+    with pytest.raises(UserError, match=r"BatchNorm in training normalises over the examples of a batch, and"):
+        jax.eval_shape(program.train_step, program.abstract_state(), program.abstract_batch())
 
 
 def test_refuses_a_number_of_layers_that_no_small_net_has():

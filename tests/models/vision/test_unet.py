@@ -121,6 +121,7 @@ def test_work_is_counted():
     [
         ({"widths": (8,)}, "at least 2; got 1"),
         ({"widths": (8, 12), "norm": "group"}, "groups=8 must divide all widths"),
+        ({"norm": "group", "groups": 0}, "groups must be at least 1; got 0"),
         ({"norm": "layer"}, "norm must be one of instance, group, batch; got 'layer'"),
         (
             {"widths": (8, 8), "segmentation": SegmentationSettings(deep_supervision=1)},
@@ -189,11 +190,20 @@ def test_a_plan_knows_its_step_from_the_schema_alone():
     assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state())
 
 
+@pytest.mark.filterwarnings("ignore:.*the means of a BatchNorm are those of a part")
 @pytest.mark.parametrize("changes", [{"data__batch_size": 1}, {"gradients": Gradients(microbatch=1)}])
 def test_batch_norm_of_one_picture_is_refused(changes):
-    with pytest.raises(UserError, match=r'norm="batch" of the model normalises over the pictures of a batch'):
-        bound(dataclasses.replace(SMALL, norm="batch"), 1, **changes)
-    bound(SMALL, 1, **changes)
+    run = bound(dataclasses.replace(SMALL, norm="batch"), 1, **changes)
+    state, host = run.begin()
+    with run.feed(host, 1) as feed:
+        feed.take()
+        with pytest.raises(UserError, match=r"a BatchNorm in training normalises over the examples of a batch, and"):
+            feed.step(state)
+
+
+def test_one_picture_at_a_time_is_scored_with_batch_norm():
+    run = bound(dataclasses.replace(SMALL, norm="batch"), 1, data__batch_size=1)
+    assert np.isfinite(run.score(run.begin()[0], "validation")["val_loss"])
 
 
 def test_a_label_that_the_schema_lacks_is_refused():

@@ -104,6 +104,22 @@ def test_pictures_without_lesions_or_without_boxes_count():
     assert np.isnan(nothing.overlap_of_hits(4))
 
 
+def test_a_split_without_lesions_has_no_sensitivity():
+    """A 0 would be taken for the worst model."""
+    values = Froc().exact(collected() | {"ends": np.full_like(collected()["ends"], np.nan)}, intervals="none")
+    assert np.isnan(values["froc"])
+    assert np.isnan(values["sensitivity_4"])
+    assert np.isnan(values["regressed"])
+
+
+def test_what_is_regressed_is_a_share_of_boxes_that_find_a_lesion():
+    found = collected()
+    found["regressed"][0, 0], found["regressed"][1, 0] = False, True  # a hit, and a false positive
+    assert Froc().exact(found, intervals="none")["regressed"] == 0
+    found["regressed"][0, 0], found["regressed"][1, 0] = True, False
+    assert Froc().exact(found, intervals="none")["regressed"] == 1
+
+
 def test_the_overlap_of_hits_is_that_of_the_best_box_that_finds_a_lesion():
     boxes = [np.array([[10.0, 10, 30, 40], [10, 10, 30, 30], [60, 60, 70, 70]])]
     curve = froc(boxes, [np.array([0.9, 0.5, 0.7])], [LESION])
