@@ -34,7 +34,7 @@ def case(live: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Time of one call, a mean over some. CPU time is of all threads: other programs on the machine change it little."""
+    """Time of one call, a mean over some. CPU time of all threads: other programs on the machine change it little."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     calls, start = 0, clock()
     while calls < CALLS and clock() - start < 0.1:
