@@ -16,19 +16,19 @@ from scalejax.train.self_distillation import Smc
 def fashion() -> Experiment:
     """A small network on the bundled Fashion-MNIST, 40 % of whose labels are wrong.
 
-    With cross-entropy alone it learns these by heart, and the test accuracy falls from some .80 to .71.
+    Cross-entropy learns these by heart: at this rate the test accuracy falls from .82 to .59, and with SMC to .72.
     """
     return _common.experiment(
-        model=CnnConfig(widths=(16, 32), stride=2, learning=Smc()),
+        model=CnnConfig(widths=(16, 32), stride=2, learning=Smc(temperature=1.5)),
         data=LabelledImages(
             source=FashionMnist(),
             batch_size=128,
             augment=Augment(crop=1),
             noise=LabelNoise(rate=0.4),
         ),
-        steps=1120,  # 40 epochs
+        steps=3360,  # 120 epochs
         optimizer=_common.sgd(peak=0.05, weight_decay=0.0),
-        every=56,
+        every=168,
     )
 
 
