@@ -427,8 +427,8 @@ class Program:
             most = max(1, min(1024, 2**20 // self._embedded_width)) if on_cpu else None
         return meshes.fewest_parts(local, most or local)
 
-    def _check_statistics(self, rows: int) -> None:
-        if self.model.statistics and rows == self.parts(rows):
+    def _check_statistics(self, placed: Placed) -> None:
+        if self.model.statistics and (rows := self.rows(placed)) == self.parts(rows):
             raise UserError(
                 f"{', '.join(self.model.statistics[:3])}: a BatchNorm in training normalises over the examples of a "
                 "batch, and batches or their parts have 1. Raise data.batch_size or gradients.microbatch, or choose a "
@@ -568,7 +568,7 @@ class Program:
 
     def _step(self, state: TrainState, placed: Placed, ahead: Ahead | None) -> tuple[TrainState, jax.Array]:
         e = self.experiment
-        self._check_statistics(self.rows(placed))
+        self._check_statistics(placed)
         key = jax.random.fold_in(state.key, state.step)
         # Devices and parts fold small numbers into the key of the examples; `_WHOLE_STEP` is not to be one of them.
         keys = Keys(step=jax.random.fold_in(key, _WHOLE_STEP), examples=key)
