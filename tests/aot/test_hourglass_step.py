@@ -6,7 +6,7 @@ from changes import changed
 from scalejax import configs
 from scalejax.plan import plan
 
-pytestmark = [pytest.mark.aot, pytest.mark.slow]  # minutes of compilation each
+pytestmark = [pytest.mark.aot, pytest.mark.slow, pytest.mark.timeout(1500)]  # minutes of compilation each
 
 
 @pytest.mark.parametrize(("chips", "batch"), [("v5e:2x2", 8), ("v5p:2x2x2", 24)])

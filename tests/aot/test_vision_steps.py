@@ -14,7 +14,7 @@ from scalejax.nn import counts
 from scalejax.plan import plan
 from scalejax.train.experiment import Precision
 
-pytestmark = [pytest.mark.aot, pytest.mark.slow]  # minutes of compilation each
+pytestmark = [pytest.mark.aot, pytest.mark.slow, pytest.mark.timeout(1500)]  # minutes of compilation each
 
 CHIPS = ["v5e:2x2", "v5p:2x2x2"]
 
