@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from scalejax.data.arrays import Arrays
+from scalejax.data.images.files import check_size
 from scalejax.data.permutation import key_of, mix
 from scalejax.errors import UserError, check_at_least
 
@@ -102,8 +103,8 @@ class Augment:
                     f"Augment: {name} must be the smallest and the largest factor, for example 0.8,1.25; got "
                     f"{low},{high}."
                 )
-        if self.window is not None and min(self.window) < 1:
-            raise UserError(f"Augment: window must be a height and a width in pixels; got {self.window}.")
+        if self.window is not None:
+            check_size("Augment: window", self.window)
 
     def shown(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of what training batches have, for pictures of a size.
@@ -123,6 +124,31 @@ class Augment:
                 "window, or turn=180."
             )
         return shown
+
+    def middle(self, arrays: Arrays) -> Arrays:
+        """Pictures that are not augmented, and their masks, of the size that augmented ones have: their middle.
+
+        Raises:
+          UserError: the window is larger than the pictures.
+        """
+        size = height, width = arrays["images"].shape[1:3]
+        shown = self.shown(height, width)
+        if shown[0] > height or shown[1] > width:
+            raise UserError(
+                f"data.augment.window={shown[0]},{shown[1]} is larger than pictures of {height} x {width}, whose "
+                "middle the other splits show. Give a window of at most this size."
+            )
+        top, left = ((a - b) // 2 for a, b in zip(size, shown, strict=True))
+        place = slice(None), slice(top, top + shown[0]), slice(left, left + shown[1])
+        return {name: array[place] if name in ("images", *_MASKS) else array for name, array in arrays.items()}
+
+    def check_whole(self, height: int, width: int) -> None:
+        """Refuses a window of another size than that of pictures, all of which are shown whole."""
+        if self.shown(height, width) != (height, width):
+            raise UserError(
+                f"data.augment.window={self.window}: pictures of this data set are shown whole in all splits, "
+                f"{height} x {width} pixels. Leave the window out; crop=N shifts them at random, by N at most."
+            )
 
     def moves(self) -> bool:
         """Whether pixels come to lie elsewhere."""

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import pathlib
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -39,7 +40,7 @@ def read_picture(path: pathlib.Path, *, masks: bool = False) -> np.ndarray:
       uint8, uint16, int32 or float32 [H, W] where it is grey, uint8[H, W, 3] where it has colours; transparency is left
       out, and a photograph stands as its camera was held.
     Raises:
-      UserError: it cannot be read, is damaged, or has several pages.
+      UserError: it cannot be read, is damaged, has several pages, or colours of 16 bits.
     """
     image_module = library("PIL.Image", "Pillow", f"reading {path}")
     try:
@@ -47,11 +48,14 @@ def read_picture(path: pathlib.Path, *, masks: bool = False) -> np.ndarray:
             warnings.simplefilter("error")  # of far too many pixels, and of damaged tags
             with image_module.open(path) as image:
                 pages = getattr(image, "n_frames", 1)
+                cut = len(image.getbands()) > 1 and re.search(r";16[BLN]", str(image.tile))  # Pillow makes 8 bits of it
                 image.load()
                 if masks:
                     shown = image
                 else:
                     shown = importlib.import_module("PIL.ImageOps").exif_transpose(image)
+                    if shown.mode == "P":
+                        shown = shown.convert("RGBA")  # RGB is not made of shades of transparency without a warning
                     plain = {"1": "L", "LA": "L", "La": "L"}.get(shown.mode)
                     if plain or (shown.mode not in ("L", "RGB", "I", "F") and not shown.mode.startswith("I;16")):
                         shown = shown.convert(plain or "RGB")
@@ -61,6 +65,11 @@ def read_picture(path: pathlib.Path, *, masks: bool = False) -> np.ndarray:
             f"{path} is no picture that can be read ({str(error) or type(error).__name__}). Copy or write it again; "
             f"files are {', '.join(SUFFIXES)}."
         ) from error
+    if cut:
+        raise UserError(
+            f"{path} has colours of 16 bits, of which Pillow reads 8. Convert it to colours of 8 bits, or to one grey "
+            "channel of 16."
+        )
     if pages > 1:
         raise UserError(f"{path} has {pages} pages. Write each as a file of its own, or a volume as NIfTI (.nii.gz).")
     if masks and pixels.ndim != 2:
@@ -93,6 +102,7 @@ def windowed(
     Raises:
       UserError: they are not 8 bits and there is no window, the window is empty, or a pixel is no number.
     """
+    check_finite(pixels, path)
     if window is None:
         if pixels.dtype == np.uint8:
             return pixels
@@ -103,7 +113,6 @@ def windowed(
         )
     if not window[0] < window[1]:
         raise UserError(f"{argument} must be a smaller and a larger value; got {window[0]},{window[1]}.")
-    check_finite(pixels, path)
     return pixels.astype(np.float32).clip(np.float32(window[0]), np.float32(window[1]))
 
 
@@ -116,11 +125,18 @@ def stamp(source: object) -> tuple[object, ...]:
 
 def check_finite(pixels: np.ndarray, path: object) -> None:
     """Refuses NaN and infinities."""
-    if pixels.dtype.kind == "f" and not (finite := np.isfinite(pixels)).all():
+    if pixels.dtype.kind == "f" and pixels.size and not np.isfinite([pixels.min(), pixels.max()]).all():
+        finite = np.isfinite(pixels)
         raise UserError(
             f"{path} has {int((~finite).sum()):,} pixels that are NaN or infinite, the first at "
-            f"{np.argwhere(~finite)[0].tolist()}. Write a number there, such as the smallest of the file."
+            f"{np.argwhere(~finite)[0].tolist()}. Write a number there, such as the smallest one."
         )
+
+
+def check_size(name: str, size: tuple[int, ...]) -> None:
+    """Refuses what is no height and width."""
+    if len(size) != 2 or min(size) < 1:
+        raise UserError(f"{name} must be a height and a width in pixels, each at least 1; got {size}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +153,10 @@ class Fit:
     size: tuple[int, int] | None = None
     channels: int | None = None
     window: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            check_size("data.size", self.size)
 
     def __call__(self, pixels: np.ndarray, path: object) -> np.ndarray:
         """number[H, W] or [H, W, C] of a file."""

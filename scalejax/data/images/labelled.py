@@ -12,7 +12,7 @@ from scalejax.data.images.dataset import ImageDataSet
 from scalejax.data.images.schema import ImageSchema
 from scalejax.data.images.sources import AnyLabelled, FashionMnist, LabelledParts
 from scalejax.data.splits import Fractions
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class LabelNoise:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_one_of("LabelNoise: kind", self.kind, ("symmetric", "pair"))
         if not 0 <= self.rate < 1:
             raise UserError(
                 f"LabelNoise: rate must be at least 0 and less than 1, the share of wrong labels; got {self.rate}."
@@ -109,9 +110,8 @@ class LabelledImages:
         for number, (split, images) in enumerate(parts.images.items()):
             true = parts.labels[split].astype(np.int32)
             noisy = true if split == "test" else self.noise.apply(true, len(parts.names), number)
-            top, left = ((a - b) // 2 for a, b in zip(images.shape[1:3], schema.shape[:2], strict=True))
-            shown = images if split == "train" else images[:, top : top + schema.height, left : left + schema.width]
-            splits[split] = {"images": shown, "labels": noisy, "true_labels": true}
+            arrays = {"images": images, "labels": noisy, "true_labels": true}
+            splits[split] = arrays if split == "train" else self.augment.middle(arrays)
         return ImageDataSet(splits, batch_size=self.batch_size, schema=schema, augment=self.augment, seed=self.seed)
 
     def _parts(self) -> LabelledParts:

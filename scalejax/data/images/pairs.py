@@ -130,12 +130,8 @@ class Candidates:
 
     @classmethod
     def _of(cls, data: ImageDataSet, rows: np.ndarray) -> "Candidates":
-        train, schema = data.splits["train"], data.schema
-        found = {}
-        for name in ("images", "masks"):
-            # The middle, where augmentations cut windows out of larger pictures.
-            top, left = ((a - b) // 2 for a, b in zip(train[name].shape[1:3], schema.shape[:2], strict=True))
-            found[name] = train[name][rows, top : top + schema.height, left : left + schema.width]
+        train = data.splits["train"]
+        found = data.augment.middle({name: train[name][rows] for name in ("images", "masks")})
         return cls(found, subjects_of(train)[rows])
 
     @classmethod

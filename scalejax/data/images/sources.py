@@ -286,9 +286,9 @@ def _parts_of(arrays: dict[str, np.ndarray], fit: files.Fit, path: object, names
     """Arrays images and labels, or train_images, train_labels, test_images, ..."""
     if "images" in arrays:
         arrays = {f"train_{name}": array for name, array in arrays.items()}
-    splits = [split for split in ("train", "validation", "test") if f"{split}_images" in arrays]
+    splits = [s for s in ("train", "validation", "test") if s == "train" or f"{s}_images" in arrays]
     largest = 0
-    for split in splits or ["train"]:
+    for split in splits:
         images, labels = (arrays.get(f"{split}_{name}", np.zeros(0)) for name in ("images", "labels"))
         if (
             images.ndim not in (3, 4)
@@ -308,10 +308,19 @@ def _parts_of(arrays: dict[str, np.ndarray], fit: files.Fit, path: object, names
                 f"{f' ({len(names)})' if names else ''}."
             )
         largest = max(largest, int(labels.max()))
-    if largest == 0 and len(names) < 2:
-        raise UserError(f"data.source.path: {path} has one class alone. Give labels of two or more.")
+    if len(np.unique(arrays["train_labels"])) < 2:
+        raise UserError(f"data.source.path: {path} has one class alone to learn from. Give labels of two or more.")
+    images = {split: fit.all(arrays[f"{split}_images"], path) for split in splits}
+    height, width, channels = images["train"].shape[1:]
+    for split, those in images.items():
+        if those.shape[1:] != (height, width, channels):
+            raise UserError(
+                f"data.source.path: {path} has pictures {list(those.shape[1:])} (height, width, channels) in {split} "
+                f"and {[height, width, channels]} in train. Make all alike: --set data.size={height},{width} and --set "
+                "data.channels=1 or 3."
+            )
     return LabelledParts(
-        {split: fit.all(arrays[f"{split}_images"], path) for split in splits},
+        images,
         {split: arrays[f"{split}_labels"].astype(np.int64) for split in splits},
         names or tuple(map(str, range(largest + 1))),
     )
@@ -319,8 +328,13 @@ def _parts_of(arrays: dict[str, np.ndarray], fit: files.Fit, path: object, names
 
 def _class_folders(path: pathlib.Path) -> dict[str, dict[str, list[pathlib.Path]]]:
     """Files of each class of each split; all are "train" where folders of splits are missing."""
-    by_split = {_SPLITS.get(folder.name, ""): folder for folder in _folders_in(path)}
+    folders = list(_folders_in(path))
+    by_split = {_SPLITS.get(folder.name, ""): folder for folder in folders}
     roots = by_split if "train" in by_split and "" not in by_split else {"train": path}
+    if roots is by_split and len(folders) > len(roots):
+        raise UserError(
+            f"data.source.path: {path} has val and validation, which are one split. Put the pictures of both into one."
+        )
     found: dict[str, dict[str, list[pathlib.Path]]] = {}
     for split in ("train", "validation", "test"):
         if split not in roots:

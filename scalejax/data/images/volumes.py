@@ -175,7 +175,8 @@ def _read_dicom(path: pathlib.Path) -> _Slice:
 
 
 def _canonical(nibabel: Any, voxels: np.ndarray, affine: np.ndarray, path: pathlib.Path) -> Volume:
-    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
+    axes = affine[:3, :3]
+    if not np.isfinite(affine).all() or abs(np.linalg.det(axes)) <= 1e-6 * np.linalg.norm(axes, axis=0).prod():
         raise UserError(
             f"{path} does not say where its voxels lie: its affine is {affine[:3].tolist()}. Write it with that of the "
             "scan."

@@ -296,6 +296,8 @@ def test_colours_change_by_factors() -> None:
         (lambda: Augment(scale=(0.0, 1.0)), "scale must be the smallest and the largest factor"),
         (lambda: Augment(contrast=(2.0, 1.0)), r"got 2\.0,1\.0"),
         (lambda: Augment(window=(0, 3)), "window must be a height and a width"),
+        (lambda: Augment(window=(3,)), r"window must be a height and a width in pixels.*got \(3,\)"),  # pyright: ignore
+        (lambda: Augment(window=(14, 12), crop=1).middle(examples()), "larger than pictures of 12 x 12, whose middle"),
         (lambda: Augment(window=(14, 3)).shown(12, 12), "larger than pictures of 12 x 12"),
         (lambda: Augment(quarter_turns=True).shown(12, 13), "needs square pictures; these are 12 x 13"),
     ],

@@ -5,10 +5,12 @@ import importlib
 import pathlib
 import struct
 import sys
+import zlib
 
 import numpy as np
 import pytest
 
+from scalejax.data.images.augment import Augment
 from scalejax.data.images.files import read_picture
 from scalejax.data.images.labelled import LabelledImages
 from scalejax.data.images.sources import FashionMnist, IdxFolder, ImageFolder
@@ -96,6 +98,37 @@ def test_sixteen_bits_need_a_window(tmp_path: pathlib.Path) -> None:
         folder_of(tmp_path, window=(5.0, 5.0)).build()
 
 
+def png_of_sixteen_bits(path: pathlib.Path, channels: int) -> None:
+    """Pillow writes none with colours."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = RNG.integers(0, 300, (4, 5 * channels)).astype(">u2")
+    head = struct.pack(">IIBBBBB", 5, 4, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    pixels = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b""))
+
+
+def tiff_of_sixteen_bits(path: pathlib.Path) -> None:
+    """One strip of colours, little endian; Pillow writes none."""
+    tags = [(256, 3, 1, 5), (257, 3, 1, 4), (258, 3, 3, 122), (259, 3, 1, 1), (262, 3, 1, 2)]
+    tags += [(273, 4, 1, 128), (277, 3, 1, 3), (278, 3, 1, 4), (279, 4, 1, 120)]
+    head = b"II*\0" + struct.pack("<IH", 8, 9) + b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    path.write_bytes(head + struct.pack("<I", 0) + struct.pack("<HHH", 16, 16, 16) + bytes(120))
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_colours_of_sixteen_bits_are_refused_and_not_cut(tmp_path: pathlib.Path, channels: int) -> None:
+    png_of_sixteen_bits(tmp_path / "x.png", channels)
+    tiff_of_sixteen_bits(tmp_path / "x.tif")
+    for name in ("x.png", "x.tif"):
+        with pytest.raises(UserError, match=rf"{name} has colours of 16 bits, of which Pillow reads 8\. Convert"):
+            read_picture(tmp_path / name)
+    png_of_sixteen_bits(tmp_path / "grey.png", 1)
+    assert read_picture(tmp_path / "grey.png").dtype == np.uint16
+
+
 def test_pixels_that_are_no_numbers_are_refused(tmp_path: pathlib.Path) -> None:
     holed = RNG.random((5, 5)).astype(np.float32)
     write(tmp_path / "a" / "0.tif", holed)
@@ -103,6 +136,9 @@ def test_pixels_that_are_no_numbers_are_refused(tmp_path: pathlib.Path) -> None:
     write(tmp_path / "b" / "0.tif", holed)
     with pytest.raises(UserError, match=r"b/0.tif has 1 pixels that are NaN or infinite, the first at \[2, 3, 0\]"):
         folder_of(tmp_path, window=(0.0, 1.0)).build()
+    np.savez(tmp_path / "x.npz", images=np.stack([holed, holed]), labels=np.arange(2))
+    with pytest.raises(UserError, match=r"x.npz has 2 pixels that are NaN or infinite"):
+        folder_of(tmp_path / "x.npz").build()  # before it is said that a window is missing
 
 
 def test_palettes_transparency_and_how_a_camera_was_held(tmp_path: pathlib.Path) -> None:
@@ -114,6 +150,9 @@ def test_palettes_transparency_and_how_a_camera_was_held(tmp_path: pathlib.Path)
     for name in ("plain", "palette", "clear"):
         np.testing.assert_array_equal(read_picture(tmp_path / f"{name}.png"), colours)
     assert read_picture(tmp_path / "palette.png", masks=True).ndim == 2
+    shaded = pillow.fromarray(colours).convert("P")
+    shaded.save(tmp_path / "shaded.png", transparency=bytes((0, 128, 255)))
+    np.testing.assert_array_equal(read_picture(tmp_path / "shaded.png"), colours)
     pillow.fromarray(colours[..., 0] > 0).save(tmp_path / "bits.png")
     np.testing.assert_array_equal(read_picture(tmp_path / "bits.png"), colours[..., 0])
     np.testing.assert_array_equal(read_picture(tmp_path / "bits.png", masks=True), colours[..., 0] // 255)
@@ -186,6 +225,11 @@ def test_an_npz_may_have_splits_and_colours(tmp_path: pathlib.Path) -> None:
         ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(3, int)}, "2 images and 3 labels from 0 to 0"),
         ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.array([0, -1])}, "labels from -1 to 0"),
         ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2, int)}, "has one class alone"),
+        ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.ones(2, int)}, "has one class alone"),
+        (
+            {"test_images": np.zeros((2, 4, 4), np.uint8), "test_labels": np.arange(2)},
+            r"must have images.* got float64\[0\] and float64\[0\] for train",
+        ),
         ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2)}, r"got uint8\[2, 4, 4\] and float64\[2\]"),
     ],
 )
@@ -193,6 +237,42 @@ def test_an_npz_of_something_else_is_refused(tmp_path: pathlib.Path, arrays: dic
     np.savez(tmp_path / "x.npz", **arrays)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match=said):
         folder_of(tmp_path / "x.npz").build()
+
+
+def test_all_pictures_of_one_class_are_refused_also_if_more_have_names(tmp_path: pathlib.Path) -> None:
+    np.savez(tmp_path / "x.npz", images=picture(4, 5, 5), labels=np.zeros(4, int))
+    with pytest.raises(UserError, match=r"x.npz has one class alone to learn from"):
+        LabelledImages(source=ImageFolder(path=str(tmp_path / "x.npz"), names=("a", "b"))).build()
+
+
+@pytest.mark.parametrize("side", [24, 32])
+def test_splits_of_an_npz_must_have_pictures_of_one_size(tmp_path: pathlib.Path, side: int) -> None:
+    labels = np.arange(8) % 2
+    arrays = {"train_images": picture(8, 28, 28), "test_images": picture(8, side, side)}
+    np.savez(tmp_path / "x.npz", **arrays, train_labels=labels, test_labels=labels)
+    said = rf"pictures \[{side}, {side}, 1\] .* in test and \[28, 28, 1\] in train.*--set data.size=28,28"
+    with pytest.raises(UserError, match=said):
+        folder_of(tmp_path / "x.npz").build()
+    assert folder_of(tmp_path / "x.npz", size=(28, 28)).build().splits["test"]["images"].shape == (8, 28, 28, 1)
+
+
+def test_a_window_larger_than_pictures_has_no_middle_for_the_other_splits() -> None:
+    with pytest.raises(UserError, match=r"data.augment.window=32,32 is larger than pictures of 28 x 28, whose middle"):
+        LabelledImages(augment=Augment(crop=4, window=(32, 32))).build()
+
+
+@pytest.mark.parametrize("size", [(0, 5), (-1, 5), (5,)])
+def test_a_size_that_is_none_is_refused(size) -> None:
+    with pytest.raises(UserError, match=r"data.size must be a height and a width in pixels, each at least 1; got \("):
+        LabelledImages(size=size).build()
+
+
+def test_two_folders_of_one_split_are_refused(tmp_path: pathlib.Path) -> None:
+    for split in ("train", "val", "validation"):
+        for name in ("a", "b"):
+            write(tmp_path / split / name / "0.png", picture())
+    with pytest.raises(UserError, match=r"has val and validation, which are one split. Put the pictures of both into"):
+        folder_of(tmp_path).build()
 
 
 def idx(array: np.ndarray) -> bytes:
