@@ -77,10 +77,10 @@ class NnUnetFolder:
     standardize: Literal["no", "case"] = "no"
 
     def __post_init__(self) -> None:
-        if self.spacing is not None and not min(self.spacing) > 0:
+        if self.spacing is not None and not (len(self.spacing) == 2 and min(self.spacing) > 0):
             raise UserError(f"NnUnetFolder: spacing must be millimetres above 0, down and across; got {self.spacing}.")
-        if self.size is not None and min(self.size) < 1:
-            raise UserError(f"NnUnetFolder: size must be a height and a width in pixels; got {self.size}.")
+        if self.size is not None:
+            files.check_size("NnUnetFolder: size", self.size)
 
     def read(self) -> MaskedCases:
         """All cases that have a mask.
@@ -97,6 +97,11 @@ class NnUnetFolder:
         first: tuple[tuple[int, ...], tuple[float, float] | None, str] | None = None
         for folder in ("Tr", "Ts"):
             for case, channels in _cases(told, folder).items():
+                if case in names:
+                    raise UserError(
+                        f"{told.path}: case {case} is in imagesTr and in imagesTs, and what is learnt from must not be "
+                        "tested. Remove it from one of them, or rename one if they are two cases."
+                    )
                 picture, mask, spacing, apart = self._read_case(told, channels, told.path / f"labels{folder}", case)
                 shape = picture.shape[1:]
                 first = first or (shape, spacing, case)
@@ -227,7 +232,7 @@ class MaskedImages:
       source: Where they come from.
       batch_size: Global.
       seed: Of the order and of the augmentations.
-      augment: Of training batches.
+      augment: Of training batches; where it cuts a window, the other splits show the middle of their slices.
       slices: "labelled": of the training slices those alone that have a class besides the background.
       validation: Share of the training cases that are set apart.
       test: Likewise, where the source has no test cases with masks.
@@ -247,7 +252,7 @@ class MaskedImages:
         """Of the slices, which are read for it."""
         found, rows = self._rows()
         images = found.images[rows["train"]]
-        height, width = images.shape[1:3]
+        height, width = self.augment.shown(*images.shape[1:3])
         mean, std = moments(images)
         return ImageSchema(
             height=height,
@@ -275,6 +280,7 @@ class MaskedImages:
             split: {"images": found.images[own], "masks": found.masks[own], "cases": found.cases[own]}
             for split, own in rows.items()
         }
+        splits = {split: a if split == "train" else self.augment.middle(a) for split, a in splits.items()}
         return ImageDataSet(
             splits, batch_size=self.batch_size, schema=self.schema(), augment=self.augment, seed=self.seed
         )
@@ -370,7 +376,8 @@ def _classes(file: pathlib.Path, content: dict[str, Any]) -> tuple[str, ...]:
     numbers = list(labels.values())
     if all(isinstance(value, str) for value in numbers):
         raise UserError(f'{file}: labels must be {{"background": 0, "name": 1, ...}}, names first; got {labels}.')
-    if sorted(map(str, numbers)) != sorted(map(str, range(len(numbers)))) or labels.get("background") != 0:
+    whole = all(type(value) is int for value in numbers)
+    if not whole or sorted(numbers) != list(range(len(numbers))) or labels.get("background") != 0:
         raise UserError(
             f'{file}: labels must be numbered 0, 1, 2, ... with "background": 0; got {labels}. Write the masks anew '
             "with such numbers."
@@ -383,7 +390,7 @@ def _classes(file: pathlib.Path, content: dict[str, Any]) -> tuple[str, ...]:
 def _cases(told: _Described, folder: str) -> dict[str, list[pathlib.Path]]:
     """Files of the channels of each case in imagesTr, or of imagesTs if there are masks of them."""
     images, labels = told.path / f"images{folder}", told.path / f"labels{folder}"
-    if folder == "Ts" and not (images.is_dir() and labels.is_dir()):
+    if folder == "Ts" and not labels.is_dir():
         return {}
     found: dict[str, dict[int, pathlib.Path]] = {}
     for path in sorted(images.iterdir()) if images.is_dir() else ():
@@ -409,6 +416,12 @@ def _cases(told: _Described, folder: str) -> dict[str, list[pathlib.Path]]:
             raise UserError(
                 f"{images / f'{case}_{missing[0]:04d}{told.ending}'} is missing: channel {missing[0]} "
                 f"({told.channels[missing[0]]}) of case {case}. Add it, or remove the case."
+            )
+    for path in sorted(labels.glob(f"*{told.ending}")):
+        if not path.name.startswith(".") and path.name.removesuffix(told.ending) not in found:
+            raise UserError(
+                f"{path} is the mask of no case: there is no {images.name}/{path.name.removesuffix(told.ending)}_0000"
+                f"{told.ending}. Add the pictures, or remove the mask."
             )
     if folder == "Tr" and len(found) != told.training:
         raise UserError(

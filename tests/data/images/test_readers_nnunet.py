@@ -213,6 +213,44 @@ def test_a_test_folder_is_the_test_split_and_others_are_shares_of_the_cases(tmp_
     assert set(data.splits["test"]["cases"].tolist()) == {5, 6}
 
 
+def test_a_case_that_is_learnt_from_is_not_tested(tmp_path: pathlib.Path) -> None:
+    ct(tmp_path)
+    voxels, mask = volume(3)
+    write_nifti(tmp_path / "imagesTs" / "ct_3_0000.nii.gz", voxels)
+    write_nifti(tmp_path / "labelsTs" / "ct_3.nii.gz", mask)
+    with pytest.raises(UserError, match="case ct_3 is in imagesTr and in imagesTs, and what is learnt from must not"):
+        MaskedImages(source=of(tmp_path)).build()
+
+
+def test_masks_of_the_test_without_pictures_are_refused(tmp_path: pathlib.Path) -> None:
+    write_nifti(ct(tmp_path) / "labelsTs" / "ct_7.nii.gz", volume(7)[1])
+    with pytest.raises(UserError, match=r"ct_7.nii.gz is the mask of no case"):
+        MaskedImages(source=of(tmp_path)).build()
+
+
+def test_a_window_shows_the_middle_of_slices_and_masks_where_they_are_scored(tmp_path: pathlib.Path) -> None:
+    source = of(ct(tmp_path))
+    whole, data = (MaskedImages(source=source, augment=a).build() for a in (Augment(), Augment(window=(6, 4))))
+    assert data.schema.shape == (6, 4, 1)
+    assert next(data.train_batches(start_example=0))["masks"].shape == (8, 6, 4)
+    for split in ("validation", "test"):
+        for name in ("images", "masks"):
+            np.testing.assert_array_equal(data.splits[split][name], whole.splits[split][name][:, 2:8, 2:6])
+        np.testing.assert_array_equal(data.splits[split]["cases"], whole.splits[split]["cases"])
+
+
+def test_voxels_of_less_than_a_thousandth_of_a_millimetre_are_read(tmp_path: pathlib.Path) -> None:
+    write_nifti(tmp_path / "x.nii", volume(0)[0], np.diag((5e-4, 5e-4, 5e-4, 1.0)))
+    np.testing.assert_allclose(read_volume(tmp_path / "x.nii").spacing, 5e-4)
+    flat = np.diag((1.0, 1.0, 1.0, 1.0))
+    flat[0, 1] = flat[1, 0] = 1
+    image = nibabel.Nifti1Image(volume(0)[0], None)
+    image.set_sform(flat, 1)
+    image.to_filename(tmp_path / "flat.nii")
+    with pytest.raises(UserError, match="does not say where its voxels lie"):
+        read_volume(tmp_path / "flat.nii")
+
+
 def test_mri_is_standardized_by_case(tmp_path: pathlib.Path) -> None:
     ct(tmp_path)
     with pytest.raises(UserError, match=r"has pixels of int16 from .*window=.*data.source.standardize=case for MRI"):
@@ -401,6 +439,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda f: (f / "labelsTr" / "ct_1.nii.gz").unlink(),
         "ct_1.nii.gz is missing: case ct_1 has pictures",
     ),
+    "mask alone": (
+        lambda f: write_nifti(f / "labelsTr" / "ct_9.nii.gz", volume(9)[1]),
+        r"ct_9.nii.gz is the mask of no case: there is no imagesTr/ct_9_0000.nii.gz. Add the pictures",
+    ),
     "stray": (lambda f: (f / "imagesTr" / "notes.txt").write_text(""), "notes.txt is not called ID_0000.nii.gz"),
     "channel": (
         lambda f: (f / "imagesTr" / "ct_1_0000.nii.gz").rename(f / "imagesTr" / "ct_1_0001.nii.gz"),
@@ -430,6 +472,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda f: describe(f, 5, labels={"background": 0, "a": 2}),
         r"numbered 0, 1, 2, ... with \"background\": 0",
     ),
+    "text": (lambda f: describe(f, 5, labels={"background": 0, "a": "1"}), "labels must be numbered 0, 1, 2"),
     "no background": (lambda f: describe(f, 5, labels={"a": 0, "b": 1}), 'with "background": 0'),
     "nothing": (lambda f: describe(f, 5, labels={"background": 0}), "the background alone"),
 }
@@ -451,7 +494,7 @@ def test_empty_folders_and_too_few_cases_are_refused(tmp_path: pathlib.Path) -> 
         MaskedImages(source=of(tmp_path / "empty")).build()
     with pytest.raises(UserError, match=r"of 2 cases leave none for (validation|test)"):
         MaskedImages(source=of(ct(tmp_path / "two", 2))).build()
-    for bad in ({"spacing": (0.0, 1.0)}, {"size": (0, 4)}):
+    for bad in ({"spacing": (0.0, 1.0)}, {"spacing": (1.0,)}, {"size": (0, 4)}, {"size": (4,)}):
         with pytest.raises(UserError, match="NnUnetFolder: "):
             NnUnetFolder(**bad)  # pyright: ignore[reportArgumentType]
 
