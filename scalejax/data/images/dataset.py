@@ -7,6 +7,8 @@ import numpy as np
 
 from scalejax.data.arrays import ArrayDataSet, Arrays
 from scalejax.data.images.augment import Augment
+from scalejax.data.images.crosses import check_crosses
+from scalejax.data.images.files import check_finite
 from scalejax.data.images.schema import ImageSchema
 from scalejax.data.reading import check_start, share
 from scalejax.errors import UserError
@@ -44,8 +46,9 @@ class ImageDataSet(ArrayDataSet):
       seed: Of the order and of the augmentations.
 
     Raises:
-      UserError: what a split gives has another shape or dtype than the schema says, labels or masks have numbers that
-        are no classes of it, or points lie outside of their pictures.
+      UserError: what a split gives has another shape or dtype than the schema says, pixels are no numbers, labels or
+        masks have numbers that are no classes of it, points lie outside of their pictures or are there in part, or four
+        ends are no cross.
     """
 
     schema: ImageSchema
@@ -62,7 +65,12 @@ class ImageDataSet(ArrayDataSet):
         super().__init__(splits, batch_size=batch_size, seed=seed, schema=schema)
         self.augment = augment
         for split, arrays in self.splits.items():
-            images = arrays["images"]
+            images = arrays.get("images", np.zeros(0))
+            if images.ndim != 4:
+                shapes = {name: list(array.shape) for name, array in arrays.items()}
+                raise UserError(f"ImageDataSet: split {split!r} must have images [N, H, W, C]; it has {shapes}.")
+            if split == "train" and images.shape[1:3] == schema.shape[:2]:
+                augment.check_whole(*schema.shape[:2])
             size = augment.shown(*images.shape[1:3]) if split == "train" else images.shape[1:3]
             if (*size, *images.shape[3:]) != schema.shape or images.dtype != schema.dtype:
                 raise UserError(
@@ -100,6 +108,7 @@ class ImageDataSet(ArrayDataSet):
 
 def _check(arrays: Arrays, schema: ImageSchema, what: str) -> None:
     shape = arrays["images"].shape[:3]
+    check_finite(arrays["images"], f"{what}: images")
     for name in ("masks", "instances"):
         if name in arrays and arrays[name].shape != shape:
             raise UserError(
@@ -116,8 +125,22 @@ def _check(arrays: Arrays, schema: ImageSchema, what: str) -> None:
                     "classes from 0, or name all of them."
                 )
     edges = np.array([shape[2], shape[1]]) - 0.5
-    for name in ("points", "ends"):
+    for name, counts in (("points", (4, 5)), ("ends", ())):
         if name in arrays:
+            points = arrays[name]
+            if points.ndim != 4 or points.shape[3] != 2 or (counts and points.shape[2] not in counts):
+                raise UserError(
+                    f"{what}: {name} must be [N, objects, {' or '.join(map(str, counts)) or 'K'}, 2], x and y of the "
+                    f"points of each object; got {list(points.shape)}. Give one object an axis of 1."
+                )
+            gone = np.isnan(points)
+            half = gone.any((2, 3)) & ~gone.all((2, 3))
+            if half.any():
+                example, number = np.argwhere(half)[0].tolist()
+                raise UserError(
+                    f"{what}: {name} of example {example}, object {number} are NaN in part "
+                    f"({points[example, number].tolist()}). Give all of its points, or NaN alone for what is not there."
+                )
             outside = ((arrays[name] < -0.5) | (arrays[name] > edges)).any(-1)  # NaN is not there
             if outside.any():
                 raise UserError(
@@ -125,3 +148,5 @@ def _check(arrays: Arrays, schema: ImageSchema, what: str) -> None:
                     f"{', '.join(f'{v:g}' for v in arrays[name][outside][0])}, outside of a picture that is {shape[2]} "
                     f"wide and {shape[1]} high. Give pixels, x before y, and NaN for what is not there."
                 )
+    if "ends" in arrays and arrays["ends"].shape[2] == 4:
+        check_crosses(arrays["ends"], shape[1], shape[2], f"{what}: ends of example {{}}, object {{}}")

@@ -14,6 +14,7 @@ import csv
 import dataclasses
 import itertools
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from scalejax.data.arrays import Arrays
 from scalejax.data.images.augment import Augment
+from scalejax.data.images.crosses import check_crosses
 from scalejax.data.images.dataset import ImageDataSet
 from scalejax.data.images.files import read_picture
 from scalejax.data.images.nuclei import NucleiTiles
@@ -139,54 +141,6 @@ def lengths(ends: np.ndarray) -> np.ndarray:
     return np.linalg.norm(ends[..., ::2, :] - ends[..., 1::2, :], axis=-1)
 
 
-def check_crosses(ends: np.ndarray, height: int, width: int, what: str, slack: float = 1.0) -> None:
-    """Refuses crosses that no lesion of a picture has.
-
-    Args:
-      ends: float[N, 4, 2]; NaN = no object.
-      height: Of the picture, pixels.
-      width: Likewise.
-      what: What they are, for messages; "{}" stands for the number of the first one that is refused.
-      slack: Pixels by which diameters may miss each other.
-
-    Raises:
-      UserError: a point is outside of the picture, or the diameters of a cross do not meet.
-    """
-    outside = (ends < -0.5 - 1e-6) | (ends > np.array([width, height]) - 0.5 + 1e-6)
-    if outside.any():
-        first = int(np.argwhere(outside)[0, 0])
-        point = ends[first][outside[first].any(-1)][0]
-        raise UserError(
-            f"{what.format(first)}: the point ({point[0]:g}, {point[1]:g}) is outside of the picture, which is "
-            f"{width} pixels wide and {height} high. Points are x and y in pixels of this picture; mend or drop it."
-        )
-    apart = ~_meet(ends, slack) & np.isfinite(ends).all((-2, -1))
-    if apart.any():
-        first = int(np.flatnonzero(apart)[0])
-        text = ", ".join(f"{value:g}" for value in ends[first].ravel())
-        raise UserError(
-            f"{what.format(first)}: its diameters do not meet ({text}). A cross is x and y of both ends of the long "
-            "diameter and then of the short one; mend or drop it, or order four points with `recist.ordered`."
-        )
-
-
-def _meet(ends: np.ndarray, slack: float) -> np.ndarray:
-    """bool[...]: whether the diameters, each longer by `slack` at both ends, meet."""
-    half = (ends[..., 1::2, :] - ends[..., ::2, :]) / 2
-    middle = (ends[..., 1::2, :] + ends[..., ::2, :]) / 2
-    size = np.linalg.norm(half, axis=-1, keepdims=True)
-    half = half * (1 + slack / np.maximum(size, 1e-9))
-    (u, v), between = np.moveaxis(half, -2, 0), middle[..., 1, :] - middle[..., 0, :]
-
-    def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
-
-    area = product(u, v)
-    parallel = abs(area) < 1e-9
-    safe = np.where(parallel, 1, area)
-    return ~parallel & (abs(product(between, v) / safe) <= 1) & (abs(product(between, u) / safe) <= 1)
-
-
 def filled(found: list[np.ndarray], objects: int, field: str) -> np.ndarray:
     """Crosses of each picture, float[n, 4, 2], as float32[N, objects, 4, 2] with NaN where there is no object.
 
@@ -264,15 +218,22 @@ def read_marks(path: pathlib.Path, *, unsound: Unsound = "refuse") -> Marks:
         for name, count in _COLUMNS.items():
             try:
                 numbers[name][n] = [float(part) for part in row[name].split(",")]
+                if not np.isfinite(numbers[name][n]).all():
+                    raise ValueError("NaN and infinities are no places")
             except (ValueError, AttributeError) as error:
                 raise UserError(
                     f"{path}, line {n + 2}: {name} must be {count} numbers, parted by commas; got {row[name]!r}."
                 ) from error
-        split = row["Train_Val_Test"].strip()
+        split = (row["Train_Val_Test"] or "").strip()
         if split not in _SPLITS:
             raise UserError(f"{path}, line {n + 2}: Train_Val_Test must be 1, 2 or 3; got {split!r}.")
-        folder, _, name = row["File_name"].rpartition("_")
-        files.append(f"{folder}/{name}")
+        name = re.fullmatch(r"(.+)_(\d+\.\w+)", row["File_name"])
+        if name is None:
+            raise UserError(
+                f"{path}, line {n + 2}: File_name must be a series and the number of a slice, such as "
+                f"000001_01_01_109.png; got {row['File_name']!r}."
+            )
+        files.append(f"{name[1]}/{name[2]}")
         splits.append(_SPLITS[split])
         ends = numbers["Measurement_coordinates"][n].reshape(1, 4, 2)
         width, height = numbers["Image_size"][n].astype(int).tolist()
@@ -282,7 +243,7 @@ def read_marks(path: pathlib.Path, *, unsound: Unsound = "refuse") -> Marks:
             if unsound == "refuse":
                 raise UserError(f'{error} Or set data.unsound="drop".') from error
             kept[n] = False
-        if unsound == "drop" and row.get("Possibly_noisy", "0").strip() == "1":
+        if unsound == "drop" and (row.get("Possibly_noisy") or "0").strip() == "1":
             kept[n] = False
     which = np.flatnonzero(kept).tolist()
     return Marks(
@@ -349,6 +310,7 @@ class DeepLesion:
             raise UserError(f"data.slices must be 1 or 3; got {self.slices}.")
         if not self.window[0] < self.window[1]:
             raise UserError(f"data.window must be a lowest and a highest Hounsfield unit; got {self.window}.")
+        self.augment.check_whole(self.size, self.size)
         return ImageSchema(
             height=self.size,
             width=self.size,

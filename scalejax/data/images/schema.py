@@ -1,7 +1,10 @@
 """What a model must know of pictures."""
 
 import dataclasses
+import math
 from typing import Literal
+
+from scalejax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,14 @@ class ImageSchema:
     batch_size: int | None = None
     spacing: tuple[float, float] | None = None
     slice_spacing: float | None = None
+
+    def __post_init__(self) -> None:
+        counts = {len(self.mean), len(self.std)}
+        if counts != {self.channels} or not all(0 < deviation < math.inf for deviation in self.std):
+            raise UserError(
+                f"ImageSchema: mean and std must have a number for each of {self.channels} channel(s), those of std "
+                f"above 0; got mean={self.mean} and std={self.std}. `data.images.labelled.moments` measures both."
+            )
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -79,8 +79,42 @@ def test_augmentations_are_part_of_the_data() -> None:
 
 
 def test_pictures_of_another_size_than_the_schema_says_are_refused() -> None:
+    arrays = {"images": np.zeros((4, 4, 8, 1), np.uint8)}
     with pytest.raises(UserError, match=r"split 'train' must be uint8\[8, 8, 1\].*got uint8\[4, 8, 1\]"):
+        ImageDataSet({"train": arrays}, batch_size=2, schema=SCHEMA, augment=Augment())
+    with pytest.raises(UserError, match=r"data.augment.window=\(4, 8\): pictures .* shown whole in all splits, 8 x 8"):
         pictures(augment=Augment(window=(4, 8)))
+
+
+@pytest.mark.parametrize("name", ["labels", "images"])
+def test_arrays_without_pictures_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=rf"split 'train' must have images \[N, H, W, C\]; it has {{'{name}': \[4\]"):
+        ImageDataSet({"train": {name: np.zeros(4, np.int32)}}, batch_size=2, schema=SCHEMA, augment=Augment())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_pixels_of_arrays_that_are_no_numbers_are_refused(value: float) -> None:
+    images = np.zeros((4, 8, 8, 1), np.float32)
+    images[2, 3, 4] = value
+    schema = dataclasses.replace(SCHEMA, dtype="float32")
+    with pytest.raises(UserError, match=r"split 'test': images has 1 pixels that are NaN .* first at \[2, 3, 4, 0\]"):
+        splits = {"train": {"images": np.zeros_like(images)}, "test": {"images": images}}
+        ImageDataSet(splits, batch_size=2, schema=schema, augment=Augment())
+
+
+@pytest.mark.parametrize(
+    "change", [{"mean": (1.0, 2.0)}, {"std": (1.0, 2.0)}, {"std": (0.0,)}, {"std": (np.nan,)}, {"channels": 3}]
+)
+def test_a_schema_without_a_mean_and_a_deviation_of_each_channel_is_refused(change) -> None:
+    with pytest.raises(UserError, match=r"ImageSchema: mean and std must have a number for each of \d channel\(s\)"):
+        dataclasses.replace(SCHEMA, **change)
+
+
+def ends_of(points: list[list[float]]) -> np.ndarray:
+    """Of four pictures the second object of the third one alone."""
+    found = np.full((4, 2, 4, 2), np.nan, np.float32)
+    found[2, 1] = points
+    return found
 
 
 @pytest.mark.parametrize(
@@ -99,6 +133,15 @@ def test_pictures_of_another_size_than_the_schema_says_are_refused() -> None:
             "points of example 0 has x, y = 7.6, 7.6, outside of a picture",
         ),
         ("ends", np.full((4, 1, 4, 2), -1.0, np.float32), "ends of example 0 has x, y = -1, -1"),
+        ("ends", np.zeros((4, 4, 2), np.float32), r"ends must be \[N, objects, K, 2\].*got \[4, 4, 2\]"),
+        ("points", np.zeros((4, 1, 3, 2), np.float32), r"points must be \[N, objects, 4 or 5, 2\].*got \[4, 1, 3, 2\]"),
+        ("ends", ends_of([[1, 1], [np.nan, 2], [6, 6], [7, 5]]), "ends of example 2, object 1 are NaN in part"),
+        ("points", ends_of([[1, 1], [np.nan, 2], [6, 6], [7, 5]]), "points of example 2, object 1 are NaN in part"),
+        (
+            "ends",
+            ends_of([[1, 1], [2, 2], [6, 6], [7, 5]]),
+            r"split 'train': ends of example 2, object 1: its diameters do not meet \(1, 1, 2, 2, 6, 6, 7, 5\)",
+        ),
     ],
 )
 def test_masks_labels_and_points_that_do_not_go_with_pictures_are_refused(name, array, said: str) -> None:
@@ -189,6 +232,11 @@ def test_noise_is_nested_in_more_noise() -> None:
 def test_a_rate_of_noise_that_is_no_share_is_refused(rate: float) -> None:
     with pytest.raises(UserError, match="rate must be at least 0 and less than 1"):
         LabelNoise(rate=rate)
+
+
+def test_a_kind_of_noise_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UserError, match="LabelNoise: kind must be one of symmetric, pair; got 'asym'"):
+        LabelNoise(kind="asym", rate=0.4)  # pyright: ignore[reportArgumentType]
 
 
 def test_nuclei_are_trained_on_and_scored_in_different_places() -> None:

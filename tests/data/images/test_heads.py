@@ -38,6 +38,11 @@ def test_slabs_are_of_tissues_and_no_slice_lies_beside_one_of_another_split():
     assert (data.splits["train"]["subjects"] == data.splits["train"]["cases"]).all()
 
 
+def test_a_window_is_refused_where_slices_are_shown_whole():
+    with pytest.raises(UserError, match=r"window=\(64, 64\): pictures of this data set are shown whole .*112 x 96"):
+        TissueSlabs(augment=Augment(window=(64, 64))).build()
+
+
 def test_test_pictures_may_be_changed_and_no_others():
     plain, noisy = TissueSlabs().build(), TissueSlabs(test_change=Augment(noise=20)).build()
     for split in plain.splits:

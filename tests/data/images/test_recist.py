@@ -215,6 +215,12 @@ def test_slices_of_deep_lesion_are_read_in_a_window_with_their_neighbours(tmp_pa
             r"line 2: its diameters do not meet.*unsound",
         ),
         ([row("a_1.png", CROSS, 1), row("a_1.png", CROSS + 40, 1)], r"line 3: the point .* is outside of the picture"),
+        ([row("a_x.png", CROSS, 1)], r"line 2: File_name must be a series and the number of a slice.*got 'a_x.png'"),
+        (
+            [row("a_1.png", CROSS, 1, Measurement_coordinates="20, 20, nan, 30, 32, 20, 28, 28")],
+            r"line 2: Measurement_coordinates must be 8 numbers.*nan",
+        ),
+        ([row("a_1.png", CROSS, 1, Image_size="nan, 64")], r"line 2: Image_size must be 2 numbers.*'nan, 64'"),
         ([row("a_1.png", CROSS, 4)], r"line 2: Train_Val_Test must be 1, 2 or 3; got '4'"),
         ([row("a_1.png", CROSS, 1, Bounding_boxes="1, 2, 3")], r"line 2: Bounding_boxes must be 4 numbers.*'1, 2, 3'"),
     ],
@@ -247,6 +253,8 @@ def test_folders_and_slices_that_are_not_deep_lesion_are_refused(tmp_path):
     )
     with pytest.raises(UserError, match=r"must be grey with 16 bits.*uint8\[64, 64\]"):
         recist.DeepLesion(path=str(folder), size=64).build()
+    with pytest.raises(UserError, match=r"data.augment.window=\(32, 32\): pictures .* shown whole .*512 x 512 pixels"):
+        recist.DeepLesion(augment=Augment(window=(32, 32))).schema()
     for field, value in (("slices", 2), ("window", (5.0, 5.0))):
         with pytest.raises(UserError, match=f"data.{field} must be"):
             recist.DeepLesion(**{field: value}).schema()
