@@ -94,6 +94,8 @@ def test_sixteen_bits_need_a_window(tmp_path: pathlib.Path) -> None:
     assert "1000.0, 2000.0" in data.schema.identity()["data.window"]
     found = data.splits["train"]["images"][..., 0]
     np.testing.assert_array_equal(found, np.clip(deep[[0, 0, 1, 1]], 1000, 2000).astype(np.float32))
+    other = folder_of(tmp_path, window=(1000.0, 2001.0)).schema()
+    assert other.identity()["data.window"] != data.schema.identity()["data.window"]
     with pytest.raises(UserError, match=r"data.window must be a smaller and a larger value; got 5.0,5.0"):
         folder_of(tmp_path, window=(5.0, 5.0)).build()
 

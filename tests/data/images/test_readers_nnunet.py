@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scalejax import optim
 from scalejax.data.images.augment import Augment
 from scalejax.data.images.nnunet import MaskedImages, NnUnetFolder
 from scalejax.data.images.volumes import fitted, read_volume, resampled
 from scalejax.errors import UserError
+from scalejax.models.vision.unet import UNetConfig
+from scalejax.train import loop
+from scalejax.train.experiment import Checkpoints, Evaluation, Experiment
 
 pillow = pytest.importorskip("PIL.Image", reason="Pillow is of the extra images")
 nibabel = pytest.importorskip("nibabel", reason="nibabel is of the extra images")
@@ -497,6 +501,26 @@ def test_empty_folders_and_too_few_cases_are_refused(tmp_path: pathlib.Path) -> 
     for bad in ({"spacing": (0.0, 1.0)}, {"spacing": (1.0,)}, {"size": (0, 4)}, {"size": (4,)}):
         with pytest.raises(UserError, match="NnUnetFolder: "):
             NnUnetFolder(**bad)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_run_does_not_go_on_with_another_window(tmp_path: pathlib.Path) -> None:
+    """Whoever reads the checkpoint would feed it other pixels than those that it learnt from."""
+
+    def run(window: tuple[float, float], steps: int, resume: Any) -> None:
+        experiment = Experiment(
+            model=UNetConfig(widths=(4, 4)),
+            data=MaskedImages(source=of(tmp_path / "data", window=window), batch_size=8),
+            steps=steps,
+            optimizer=optim.Sgd(learning_rate=optim.Constant(value=0.01)),
+            checkpoints=Checkpoints(every=1),
+            evaluation=Evaluation(every=10),
+        )
+        loop.train(experiment, workdir=tmp_path / "run", resume=resume)
+
+    ct(tmp_path / "data")
+    run(WINDOW, 1, "never")
+    with pytest.raises(UserError, match=r"data.window"):
+        run((-160.0, 200.0), 2, "must")
 
 
 @pytest.mark.parametrize("module", ["nibabel", "pydicom"])
