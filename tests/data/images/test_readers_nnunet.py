@@ -519,7 +519,7 @@ def test_a_run_does_not_go_on_with_another_window(tmp_path: pathlib.Path) -> Non
 
     ct(tmp_path / "data")
     run(WINDOW, 1, "never")
-    with pytest.raises(UserError, match=r"data.window"):
+    with pytest.raises(UserError, match=r"data.window is '.-160.0, 240.0.' in the checkpoint and '.-160.0, 200.0.'"):
         run((-160.0, 200.0), 2, "must")
 
 
