@@ -194,19 +194,35 @@ def test_dlb_has_both_cross_entropies_and_the_distance_to_the_last_batch():
 def test_what_waits_is_of_the_examples_that_come(learning):
     """With a network that says which example it sees: over four epochs, whose batches are not whole."""
     run = bound(recipe(learning))
-    before = None
+    before, network = None, Table(learning)
     for step, batch in zip(range(14), run.program.task.train_batches(run.data, run.mesh, 0), strict=False):
         if isinstance(learning, Smc):
             views = [batch[f"ahead{n}_number"] for n in range(1, learning.channels)]
+            fields = {"labels": batch["labels"], "weights": batch["weights"]}
+            for prefix in ("", *(view.prefix for view in learning.views)):
+                logits = batch[prefix + "number"][:, None] * np.float32([1, 0, -1])
+                fields[prefix + "images"], fields[prefix + "labels"] = logits[:, None, None], batch[prefix + "labels"]
             if before is not None:
-                for view in before:
+                for n, view in enumerate(before):
                     np.testing.assert_array_equal(view, batch["number"])
+                    waiting = np.asarray(getattr(network, self_distillation.QUEUE)[...])[:, n, 0]
+                    np.testing.assert_array_equal(waiting, batch["number"])
+            learning.losses(network, Batch(jax.tree.map(jnp.asarray, fields), progress=jnp.float32(0.5)))
             before = views
         else:
             if step:
                 np.testing.assert_array_equal(batch["before_number"], before)
                 np.testing.assert_array_equal(batch["before_labels"], run.data.splits["train"]["labels"][before])
             before = batch["number"]
+
+
+def test_compiled_steps_are_those_taken_one_operation_at_a_time():
+    run = bound(recipe(Smc()))
+    compiled, _ = train(run, run.program.init(), 4)
+    state = run.program.init()
+    with jax.disable_jit():
+        literal, _ = train(run, state, 4)
+    np.testing.assert_allclose(literal, compiled, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shared", [False, True])

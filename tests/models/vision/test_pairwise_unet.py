@@ -15,6 +15,7 @@ from scalejax.data.images.augment import Augment
 from scalejax.data.images.dataset import ImageDataSet
 from scalejax.errors import UserError
 from scalejax.models.vision import pairwise_unet
+from scalejax.models.vision.inputs import standardized
 from scalejax.models.vision.pairwise_unet import (
     PairwiseUNetConfig,
     Templates,
@@ -282,6 +283,21 @@ def test_a_template_that_is_read_once_serves_all_pictures(name):
     repeated = model(x, *(z.repeat(3, 0) for z in (y, masks)))
     for one, two in zip(cached, repeated, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_picture_as_its_own_template_attends_to_its_classes(level):
+    """Behind the stems, which differ; the encoder is the one that both sides share."""
+    model, (images, masks) = built(SMALL), pictures(6, 0)
+    x = model.encoder(model.stem(standardized(images, SCHEMA, Dtypes()), "evaluation"), "evaluation")[level]
+    f = x.reshape(6, -1, x.shape[-1])
+    inside = averaged(jax.nn.one_hot(masks, 3)[..., 1:], SCHEMA.height // x.shape[1]).reshape(6, -1, 2)
+    present = jnp.ones((6, 2), bool)
+    for found in (prototype_attention(f, prototypes(f, inside), present), dense_attention(f, f, inside, "mean")):
+        for k in range(2):
+            share = np.asarray(inside[..., k])
+            own, other = (np.average(found[..., k], weights=w) for w in (share, 1 - share))
+            assert own > other
 
 
 def test_what_is_shared_is_all_but_the_stem():

@@ -94,6 +94,27 @@ def test_perfect_maps_give_the_exact_points_whatever_the_order(order, aggregatio
         assert not found.regressed[n]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_perfect_maps_of_lesions_drawn_at_random_give_the_exact_points(seed):
+    """Three of any angle and size, in quarters of their own; extremes of some coincide."""
+    rng = np.random.default_rng(seed)
+    ends = [
+        crosses(
+            middle + rng.uniform(-3, 3, 2),
+            long=rng.uniform(14, 22),
+            short=rng.uniform(6, 13),
+            angle=rng.uniform(0, 3.1),
+        )
+        for middle in np.float32([[17, 17], [47, 17], [17, 47]])
+    ]
+    found = read(maps_of(np.concatenate(ends)))
+    assert len(found.scores) == 3
+    for (one,) in ends:
+        n = abs(found.boxes - box(one)).max(-1).argmin()
+        np.testing.assert_allclose(found.boxes[n], box(one), atol=1e-4)
+        assert same_crosses(found.diameters[n], one) < 1e-3
+
+
 def test_where_extremes_coincide_the_box_is_exact_and_the_short_diameter_is_the_regressed_one():
     oblique = crosses((32, 32), long=44, short=14, angle=0.8)
     outermost = np.asarray(keypoints.extremes(oblique[0]))
@@ -151,6 +172,14 @@ def test_mirrored_maps_give_the_mirrored_lesions():
     for wanted, score in zip(turned, one.scores[real], strict=True):
         near = abs(other.boxes[also] - wanted).max(-1) + abs(other.scores[also] - score)
         assert near.min() < 1e-3
+    for n in np.flatnonzero(real):
+        cross = one.diameters[n] * np.float32([-1, 1]) + np.float32([(columns - 1) * STRIDE, 0])
+        alike = [
+            same_crosses(other.diameters[m], cross)
+            for m in np.flatnonzero(also)
+            if other.regressed[m] == one.regressed[n] and abs(other.scores[m] - one.scores[n]) < 1e-3
+        ]
+        assert min(alike) < 1e-3
 
 
 def literal_loss(maps, ends, weight):
