@@ -287,8 +287,9 @@ def test_a_template_that_is_read_once_serves_all_pictures(name):
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_a_picture_as_its_own_template_attends_to_its_classes(level):
-    """Behind the stems, which differ; the encoder is the one that both sides share."""
-    model, (images, masks) = built(SMALL), pictures(6, 0)
+    """Behind the stems, which differ; the encoder, here untrained, is the one that both sides share."""
+    wider = dataclasses.replace(SMALL, unet=dataclasses.replace(UNET, widths=(8, 12, 16)))
+    model, (images, masks) = built(wider), pictures(6, 0)
     x = model.encoder(model.stem(standardized(images, SCHEMA, Dtypes()), "evaluation"), "evaluation")[level]
     f = x.reshape(6, -1, x.shape[-1])
     inside = averaged(jax.nn.one_hot(masks, 3)[..., 1:], SCHEMA.height // x.shape[1]).reshape(6, -1, 2)
