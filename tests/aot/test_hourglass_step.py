@@ -15,6 +15,6 @@ def test_it_fits_at_511_pixels(chips, batch):
     experiment = changed(configs.load("recist-deep-lesion"), data__size=511, data__batch_size=batch)
     found = plan(experiment, chips)
     assert found.memory.fits
-    # Forward and twice backward, 2.56 TFLOP a picture; what is traced is 3 % above.
+    # Forward and twice backward, 2.56 TFLOP a picture; the gradient of the pixels, of which nobody asks, is left out.
     assert found.model_flops == pytest.approx(2.565e12 * batch, rel=0.001)
-    assert found.flops == pytest.approx(found.model_flops, rel=0.04)
+    assert found.flops == pytest.approx(found.model_flops, rel=0.002)

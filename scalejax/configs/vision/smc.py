@@ -16,7 +16,8 @@ from scalejax.train.self_distillation import Smc
 def fashion() -> Experiment:
     """A small network on the bundled Fashion-MNIST, 40 % of whose labels are wrong.
 
-    Cross-entropy learns these by heart: at this rate the test accuracy falls from .82 to .59, and with SMC to .72.
+    Cross-entropy learns these by heart: at this rate its test accuracy fell from .82 to .59, and that of SMC to .72
+    (one seed).
     """
     return _common.experiment(
         model=CnnConfig(widths=(16, 32), stride=2, learning=Smc(temperature=1.5)),
