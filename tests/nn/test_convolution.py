@@ -1,5 +1,7 @@
 """Convolutions and GroupNorm against literal sums."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,3 +104,26 @@ def test_a_program_for_another_platform_has_xla_s_convolution():
     traced = jax.jit(gradients).trace(x, filters)
     for platform, wide in (("tpu", False), ("cpu", True)):
         assert ("3x4x16x32xf32" in traced.lower(lowering_platforms=(platform,)).as_text()) == wide
+
+
+def inputs_computed_anew(blocks):
+    """Loops of a CPU's compiled gradient that turn a picture around and compute a ReLU meanwhile."""
+    filters = [Conv(16, 16, rngs=nnx.Rngs(seed)).kernel[...] for seed in range(blocks)]
+
+    def loss(filters, x):
+        for own in filters:
+            y = convolution.convolve(x, own)
+            mean, variance = y.mean((0, 1, 2), keepdims=True), y.var((0, 1, 2), keepdims=True)
+            x = jax.nn.relu(x + (y - mean) * jax.lax.rsqrt(variance + 1e-5))
+        return x.sum()
+
+    program = jax.jit(jax.grad(loss)).lower(filters, jnp.ones((8, 16, 16, 16))).compile().as_text()
+    computations = re.findall(r"^%?fused_computation\S* .*?^}", program, re.MULTILINE | re.DOTALL)
+    return sum(" transpose(" in each and " maximum(" in each for each in computations)
+
+
+def test_a_cpu_s_step_computes_the_inputs_of_convolutions_once_before_it_turns_them_around(monkeypatch):
+    # One is left: the gradient of the last ReLU, which asks for its sign.
+    assert inputs_computed_anew(4) == 1
+    monkeypatch.setattr(convolution, "_computed_once", lambda x, filters: x)
+    assert inputs_computed_anew(4) == 4
