@@ -2,6 +2,7 @@
 
     python benchmarks/recipe_bits.py --base main
     python benchmarks/recipe_bits.py --base main --recipes wukong-smoke gcn-smoke --devices 8 --allow gcn-smoke=1e-6
+    python benchmarks/recipe_bits.py --base main --recipes "wukong-smoke model.fm=plain"
 
 Compared are all values of metrics.jsonl, with the loss of every step (log_every=1), and the arrays of the last
 checkpoint: parameters, tables, leaves of the optimizer, random keys. Bits in a file would be those of one CPU and one
@@ -54,7 +55,8 @@ def train(recipe: str) -> None:
     try:
         if not pathlib.Path(scalejax.__file__).is_relative_to(os.environ["PYTHONPATH"]):
             raise ImportError(f"scalejax comes from {scalejax.__file__}, not from {os.environ['PYTHONPATH']}")
-        experiment = dataclasses.replace(configs.load(recipe, []), log_every=1)
+        recipe, *sets = recipe.split()
+        experiment = dataclasses.replace(configs.load(recipe, sets), log_every=1)
         loop.train(experiment, workdir=pathlib.Path("run"), recipe=recipe)
     except Exception as error:
         traceback.print_exc()
@@ -226,11 +228,11 @@ def measure(base: pathlib.Path, options: argparse.Namespace, parser: argparse.Ar
         listed[side] = json.loads(subprocess.check_output([sys.executable, "-P", "-c", _LISTING], env=environment))
     functions = listed["base"] | listed["here"]
     recipes = options.recipes or [name for name, function in functions.items() if function == "smoke"]
-    if unknown := {*recipes, *options.allow} - functions.keys():
+    if unknown := {name.split()[0] for name in (*recipes, *options.allow)} - functions.keys():
         parser.error(f"no recipe of either side: {', '.join(sorted(unknown))}")
     rows = []
     for recipe in dict.fromkeys(recipes):
-        if without := [side for side in trees if recipe not in listed[side]]:
+        if without := [side for side in trees if recipe.split()[0] not in listed[side]]:
             rows.append({"recipe": recipe, "devices": "-", "verdict": "one side only", "notes": [f"not {without[0]}"]})
             continue
         for devices in options.devices:
@@ -251,7 +253,9 @@ def main() -> int:
     """Runs both sides and prints what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, metavar="COMMIT", help="what the checkout is compared with")
-    parser.add_argument("--recipes", nargs="+", metavar="NAME", help="default: every one whose function is `smoke`")
+    parser.add_argument(
+        "--recipes", nargs="+", metavar='"NAME [PATH=VALUE ...]"', help="default: every one whose function is `smoke`"
+    )
     parser.add_argument("--devices", nargs="+", type=int, choices=range(1, 17), default=[1, 8], metavar="N")
     parser.add_argument("--allow", nargs="+", default=[], metavar="NAME=RELATIVE", help="e.g. gcn-smoke=1e-6")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write everything here as well")

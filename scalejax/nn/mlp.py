@@ -21,6 +21,11 @@ Activation = Literal["relu", "gelu", "silu", "linear"]
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu, "linear": lambda x: x}
 
 
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The activation of that name, element by element."""
+    return _ACTIVATIONS[activation](x)
+
+
 class Mlp(nnx.Module):
     """Linear layers with an activation, then dropout, after each but the last.
 
@@ -79,5 +84,5 @@ class Mlp(nnx.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x)
             if i < hidden:
-                x = dropout(_ACTIVATIONS[self.activation](x), self.dropout_rate, keys[i])
-        return _ACTIVATIONS[self.final_activation](x)
+                x = dropout(activate(x, self.activation), self.dropout_rate, keys[i])
+        return activate(x, self.final_activation)

@@ -13,7 +13,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
-from scalejax.models.recsys import wukong
+from scalejax.models.recsys import dhen, interactions, stack, wukong
 from scalejax.models.recsys.wukong import Important, NarrowGroup, WukongConfig
 from scalejax.train.task import Keys, whole
 
@@ -130,6 +130,32 @@ def test_layer_matches_a_literal_numpy_form(n, fm, randomised, numpy_parameters,
         np.testing.assert_allclose(got[:, b], oracle_layer(numpy_parameters(layer), config, x[:, b]), rtol=1e-10)
 
 
+@pytest.mark.parametrize("normalization", ["layer", "none"])
+@pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
+def test_a_layer_is_that_of_dhen_with_two_modules_to_the_bit(fm, normalization):
+    config = dataclasses.replace(TINY, fm=fm, normalization=normalization, dropout=0.2)
+    ours = wukong.WukongLayer(6, config, rngs=nnx.Rngs(0), dtypes=F32)
+    theirs = dhen.DhenLayer(config.layer(), interactions.Inputs(n=6, d=config.dim), rngs=nnx.Rngs(0), dtypes=F32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3, config.dim)), jnp.float32)
+
+    def gradients(layer, *arguments):
+        graph, state = nnx.split(layer)
+
+        def loss(state, x):
+            y = nnx.merge(graph, state)(x, *arguments)
+            return (y**2).sum(), y
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(state, x)
+
+    (ours_state, ours_x), ours_y = gradients(ours)
+    (theirs_state, theirs_x), theirs_y = gradients(theirs, x[:0])
+    assert np.array_equal(ours_y, theirs_y)
+    assert np.array_equal(ours_x, theirs_x)
+    leaves = [map(np.asarray, jax.tree.leaves(state)) for state in (ours_state, theirs_state)]
+    ours_leaves, theirs_leaves = (sorted((leaf.shape, leaf.tobytes()) for leaf in each) for each in leaves)
+    assert ours_leaves == theirs_leaves
+
+
 def test_works_without_dense_features_and_with_one_task(examples, numpy_parameters, x64):
     schema = Schema(categorical=tuple(Categorical(name=f"c{i}", rows=9) for i in range(5)))
     task = TINY.task(schema)
@@ -148,7 +174,9 @@ def test_works_without_dense_features_and_with_one_task(examples, numpy_paramete
 
 def test_sum_over_pairs_equals_half_of_square_of_sum_minus_sum_of_squares(x64):
     x = np.random.default_rng(0).normal(size=(7, 2, 5))
-    f = wukong.PlainFm(7, TINY, rngs=nnx.Rngs(0), dtypes=F64)(jnp.asarray(x))
+    f = interactions.PlainFm(TINY.layer().modules[0], interactions.Inputs(n=7, d=5), rngs=nnx.Rngs(0), dtypes=F64)(
+        jnp.asarray(x)
+    )
     pairs = np.triu(np.asarray(f), k=1).sum((1, 2))
     np.testing.assert_allclose(pairs, ((x.sum(0) ** 2).sum(-1) - (x**2).sum((0, 2))) / 2, rtol=1e-12)
 
@@ -156,7 +184,7 @@ def test_sum_over_pairs_equals_half_of_square_of_sum_minus_sum_of_squares(x64):
 def test_low_rank_form_equals_gram_times_y_in_value_and_gradient(x64):
     rng = np.random.default_rng(0)
     x, y, weight = (jnp.asarray(rng.normal(size=s)) for s in ((9, 2, 4), (9, 3), (2, 9, 3)))
-    fast = lambda x, y: (nn.products(x, wukong.mix(y.T, x)) * weight).sum()  # noqa: E731
+    fast = lambda x, y: (nn.products(x, interactions.mix(y.T, x)) * weight).sum()  # noqa: E731
     slow = lambda x, y: (jnp.einsum("nbd,mbd,mk->bnk", x, x, y) * weight).sum()  # noqa: E731
     for a, b in zip(
         jax.tree.leaves(jax.jit(jax.value_and_grad(fast, argnums=(0, 1)))(x, y)),
@@ -170,7 +198,7 @@ def test_low_rank_form_equals_gram_times_y_in_value_and_gradient(x64):
 def test_gram_is_recovered_from_the_low_rank_form_exactly_when_rank_suffices(n, d, k, x64):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(n, d)), rng.normal(size=(n, k))
-    z = np.asarray(nn.products(jnp.asarray(x)[:, None], wukong.mix(jnp.asarray(y).T, jnp.asarray(x)[:, None])))[0]
+    z = np.asarray(nn.products(jnp.asarray(x)[:, None], interactions.mix(jnp.asarray(y).T, jnp.asarray(x)[:, None])))[0]
     gram = x @ x.T
     error = np.linalg.norm(z @ np.linalg.pinv(y.T @ z, rcond=1e-10) @ z.T - gram) / np.linalg.norm(gram)
     if k >= min(n, d):
@@ -193,16 +221,16 @@ def test_no_kind_but_the_plain_one_forms_the_gram_matrix(fm):
 def polynomial(layers, zero_fm_block=False):
     """t -> stack(t X_0) with the norms off and every MLP linear; float64."""
     config = dataclasses.replace(TINY, layers=layers, activation="linear", normalization="none", fmb_hidden=(4,))
-    stack = [wukong.WukongLayer(n, config, rngs=nnx.Rngs(layers), dtypes=F64) for n in (6, *(layers - 1) * (5,))]
+    built = [wukong.WukongLayer(n, config, rngs=nnx.Rngs(layers), dtypes=F64) for n in (6, *(layers - 1) * (5,))]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 1, config.dim)))
 
     if zero_fm_block:
-        for layer in stack:
+        for layer in built:
             layer.mlp.layers[-1].kernel[...] = jnp.zeros_like(layer.mlp.layers[-1].kernel[...])
 
     def value(t):
         y = t * x
-        for layer in stack:
+        for layer in built:
             y = layer(y)
         return y.reshape(-1)
 
@@ -348,13 +376,14 @@ def test_dropout_is_off_without_a_key_and_random_with_one(schema, examples):
 def test_every_layer_drops_by_a_key_of_its_own():
     seen = []
 
-    def layer(x, *, key):
+    def layer(x, dense, *, key):
+        del dense
         seen.append(None if key is None else jax.random.key_data(key).tolist())
         return x
 
-    stack = types.SimpleNamespace(layers=[layer, layer, layer])
+    frame = types.SimpleNamespace(layers=[layer, layer, layer], vectors_of_dense=0)
     for key in (jax.random.key(0), None):
-        wukong.Wukong.interact(stack, jnp.zeros((2, 1, 4)), key=key)
+        stack.Stack.interact(frame, jnp.zeros((2, 1, 4)), key=key)
     assert len(set(map(tuple, seen[:3]))) == 3
     assert seen[3:] == [None] * 3
 

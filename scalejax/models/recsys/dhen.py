@@ -1,0 +1,181 @@
+"""DHEN: layers of different interaction modules side by side, so that a stack mixes what each of them finds.
+
+    scalejax train dhen
+
+Paper: B. Zhang et al., "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction",
+arXiv 2203.11014, equations 1 and 2. For layer n with modules I_1 .. I_k (`interactions`):
+
+    Y       = Norm(Ensemble_i I_i(X_n) + ShortCut(X_n))         Ensemble = concat | sum | sum_i alpha_i I_i
+    X_{n+1} = Y                                                 ShortCut(X) = X, or W_n X where the numbers differ
+
+With k kinds of modules and N layers an output mixes k^N compositions of them.
+
+The paper does not publish initialisation, widths, the number of vectors of a module, or its AdvancedDLRM. Here weights
+are as in `nn.scaled_normal`, biases 0, alpha 1, W_n has no bias, and `interactions.DotProduct` stands in for
+AdvancedDLRM.
+
+Axes: B examples, n vectors of an example, d width of a vector.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scalejax import nn
+from scalejax.data.examples.schema import Schema
+from scalejax.errors import check_at_least, check_one_of
+from scalejax.models.recsys.interactions import (
+    Cross,
+    FactorizationMachine,
+    Inputs,
+    Interaction,
+    Linear,
+    Mix,
+    Normalization,
+)
+from scalejax.models.recsys.stack import StackConfig
+
+Ensemble = Literal["concat", "sum", "weighted"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+      modules: Side by side; a sum needs equal numbers of outputs.
+      ensemble: How their results become one; "weighted" learns a number for each module.
+      normalization: LayerNorm of each vector at the end, or none.
+    """
+
+    modules: tuple[Interaction, ...]
+    ensemble: Ensemble = "concat"
+    normalization: Normalization = "layer"
+
+    def __post_init__(self) -> None:
+        check_one_of("Layer: ensemble", self.ensemble, get_args(Ensemble))
+        check_one_of("Layer: normalization", self.normalization, get_args(Normalization))
+        if not self.modules:
+            raise ValueError("Layer: modules must name at least one module, such as Linear(outputs=8); got none.")
+        for module in self.modules:
+            if not hasattr(module, "build") or not hasattr(module, "outputs"):
+                raise ValueError(
+                    f"Layer: modules must be interactions such as Linear(outputs=8), with `outputs` and `build`; got "
+                    f"{module!r}."
+                )
+        counts = [module.outputs for module in self.modules]
+        if self.ensemble != "concat" and len(set(counts)) > 1:
+            raise ValueError(
+                f"Layer: the modules of ensemble={self.ensemble!r} must return equally many vectors; got "
+                f"{', '.join(f'{type(m).__name__} {m.outputs}' for m in self.modules)}. Give them equal outputs, or "
+                "take ensemble='concat'."
+            )
+
+    @property
+    def outputs(self) -> int:
+        """Vectors that it returns."""
+        counts = [module.outputs for module in self.modules]
+        return sum(counts) if self.ensemble == "concat" else counts[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DhenConfig(StackConfig):
+    """Architecture.
+
+    Attributes:
+      layers: In their order; they may differ.
+      repeats: How many times the whole of `layers` follows upon itself, each time with its own parameters.
+    """
+
+    layers: tuple[Layer, ...]
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("DhenConfig: repeats", self.repeats, 1)
+        if not self.layers:
+            raise ValueError("DhenConfig: layers must hold at least one Layer; got none.")
+
+    def build_layers(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> list[nnx.Module]:
+        n, dense, built = self.input_vectors(schema), self.vectors_of_dense(schema), []
+        for layer in self.layers * self.repeats:
+            built.append(DhenLayer(layer, Inputs(n=n, d=self.dim, dense=dense), rngs=rngs, dtypes=dtypes))
+            n = layer.outputs
+        return built
+
+    def output_vectors(self, schema: Schema) -> int:
+        """Vectors that the last layer returns."""
+        del schema
+        return self.layers[-1].outputs
+
+
+class DhenLayer(nnx.Module):
+    """Norm(Ensemble(modules(X)) + ShortCut(X))."""
+
+    def __init__(self, config: Layer, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+        self.modules = nnx.List([module.build(inputs, rngs=rngs, dtypes=dtypes) for module in config.modules])
+        self.alpha = (
+            nnx.Param(jnp.ones(len(config.modules), dtypes.params), logical_axes=("norm",))
+            if config.ensemble == "weighted"
+            else None
+        )
+        self.shortcut = shortcut(inputs.n, config.outputs, rngs=rngs, dtypes=dtypes)
+        self.norm = nn.LayerNorm(inputs.d, dtypes=dtypes) if config.normalization == "layer" else None
+        self.ensemble: Ensemble = config.ensemble
+        self.compute_dtype = dtypes.compute
+
+    def __call__(self, x: jax.Array, dense: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """compute_dtype[n, B, d] and the vectors of dense features [m, B, d] -> compute_dtype[outputs, B, d]."""
+        parts = [
+            module(x, dense, key=None if key is None else jax.random.fold_in(key, i))
+            for i, module in enumerate(self.modules)
+        ]
+        if self.alpha is not None:
+            parts = [alpha * part for alpha, part in zip(self.alpha[...].astype(x.dtype), parts, strict=True)]
+        return join(parts, x, self.ensemble, self.shortcut, self.norm)
+
+
+def shortcut(n: int, outputs: int, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Mix | None:
+    """W_n; None = the identity, where a layer returns as many vectors as it gets."""
+    return None if n == outputs else Mix(outputs, n, rngs=rngs, dtypes=dtypes)
+
+
+def join(
+    parts: Sequence[jax.Array], x: jax.Array, ensemble: Ensemble, shortcut: Mix | None, norm: nn.LayerNorm | None
+) -> jax.Array:
+    """The end of a layer: results of its modules [l_i, B, d] and its input [n, B, d] -> [outputs, B, d]."""
+    together = jnp.concatenate(parts) if ensemble == "concat" else sum(parts[1:], parts[0])
+    together = together + (x if shortcut is None else shortcut(x))
+    return together if norm is None else norm(together)
+
+
+def flights(*modules: Interaction, repeats: int = 2, ensemble: Ensemble = "sum") -> DhenConfig:
+    """A size for small data: many short vectors and no LayerNorm, see `wukong.SIZES`; tables are 32 wide.
+
+    Args:
+      modules: Of every layer; `VECTORS` outputs make its shortcut the identity with ensemble="sum".
+      repeats: Layers.
+      ensemble: Of every layer.
+    """
+    layer = Layer(modules=modules, ensemble=ensemble, normalization="none")
+    return DhenConfig(
+        dim=4,
+        layers=(layer,),
+        repeats=repeats,
+        dense_vectors=8,
+        feature_vectors=8,
+        bottom_hidden=(64,),
+        head_hidden=(256, 128),
+    )
+
+
+VECTORS = 136
+"""As many as go in on the flights: 9 features, 7 bins and the dense ones, 8 vectors each."""
+
+CROSS = Cross(outputs=VECTORS)
+FM = FactorizationMachine(outputs=VECTORS, rank=12, hidden=(256,), normalization="none")
+LINEAR = Linear(outputs=VECTORS)
