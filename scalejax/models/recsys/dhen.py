@@ -28,15 +28,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import check_at_least, check_one_of
-from scalejax.models.recsys.interactions import (
-    Cross,
-    FactorizationMachine,
-    Inputs,
-    Interaction,
-    Linear,
-    Mix,
-    Normalization,
-)
+from scalejax.models.recsys.interactions import Inputs, Interaction, Mix, Normalization
 from scalejax.models.recsys.stack import StackConfig
 
 Ensemble = Literal["concat", "sum", "weighted"]
@@ -151,31 +143,3 @@ def join(
     together = jnp.concatenate(parts) if ensemble == "concat" else sum(parts[1:], parts[0])
     together = together + (x if shortcut is None else shortcut(x))
     return together if norm is None else norm(together)
-
-
-def flights(*modules: Interaction, repeats: int = 2, ensemble: Ensemble = "sum") -> DhenConfig:
-    """A size for small data: many short vectors and no LayerNorm, see `wukong.SIZES`; tables are 32 wide.
-
-    Args:
-      modules: Of every layer; `VECTORS` outputs make its shortcut the identity with ensemble="sum".
-      repeats: Layers.
-      ensemble: Of every layer.
-    """
-    layer = Layer(modules=modules, ensemble=ensemble, normalization="none")
-    return DhenConfig(
-        dim=4,
-        layers=(layer,),
-        repeats=repeats,
-        dense_vectors=8,
-        feature_vectors=8,
-        bottom_hidden=(64,),
-        head_hidden=(256, 128),
-    )
-
-
-VECTORS = 136
-"""As many as go in on the flights: 9 features, 7 bins and the dense ones, 8 vectors each."""
-
-CROSS = Cross(outputs=VECTORS)
-FM = FactorizationMachine(outputs=VECTORS, rank=12, hidden=(256,), normalization="none")
-LINEAR = Linear(outputs=VECTORS)

@@ -4,11 +4,13 @@ A resample draws N of the N examples with replacement; a metric is computed on e
 middle 95 % of the values. Two models are compared on the *same* resamples (paired), which removes the variation that
 they share. Examples count as independent: where they come in groups, intervals are too narrow.
 
-What an interval covers is the choice of test examples, not the choice of seeds: repeat training for that.
+What an interval of one run covers is the choice of test examples alone. With the predictions of several seeds,
+`compare` and `compare_all` draw seeds as well, so that it covers both: a resample is S of the S pairs of runs and N of
+the N examples, and the difference is the mean over those runs.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -110,19 +112,57 @@ def compare(
 
     Args:
       labels: float[N]. In [0, 1].
-      a, b: float[N]. Predictions of both models.
+      a, b: float[N], or float[S, N] of as many seeds, those of one seed at one place. Predictions of both models.
       weights, resamples, level, seed: As in `intervals`.
     """
-    first, second = _Model(labels, a, weights), _Model(labels, b, weights)
-    draws = _draws(len(first), resamples, seed)
-    differences = np.stack([second.metrics(counts) - first.metrics(counts) for counts in draws])
-    ones = np.ones(len(first))
-    value_a, value_b = first.metrics(ones), second.metrics(ones)
-    result: dict[Metric, PairedComparison] = {}
-    for i, metric in enumerate(METRICS):
-        interval = _interval(value_b[i] - value_a[i], differences[:, i], level)
-        verdict = _verdict(interval, _HIGH_IS_GOOD[metric])
-        result[metric] = PairedComparison(metric, float(value_a[i]), float(value_b[i]), interval, verdict)
+    return compare_all(labels, a, {"b": b}, weights, resamples=resamples, level=level, seed=seed)["b"]
+
+
+def compare_all(
+    labels: ArrayLike,
+    a: ArrayLike,
+    others: Mapping[str, ArrayLike],
+    weights: ArrayLike | None = None,
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> dict[str, dict[Metric, PairedComparison]]:
+    """Judges each of several models against model a, all on the same resamples.
+
+    Args:
+      labels: float[N]. In [0, 1].
+      a: float[N] or float[S, N]. Predictions, as in `compare`.
+      others: Name -> predictions of the same shape.
+      weights, resamples, level, seed: As in `intervals`.
+    Raises:
+      ValueError: shapes differ.
+    """
+    given = {"a": np.atleast_2d(np.asarray(a, np.float64))}
+    given |= {f"b {name}": np.atleast_2d(np.asarray(other, np.float64)) for name, other in others.items()}
+    shapes = sorted({predictions.shape for predictions in given.values()})
+    if len(shapes) > 1:
+        raise ValueError(f"bootstrap: compared models need equally many seeds and examples; got {shapes}.")
+    models = {name: [_Model(labels, one, weights) for one in predictions] for name, predictions in given.items()}
+    seeds, examples = shapes[0]
+    drawn_seeds = np.random.default_rng((seed, 1)).integers(0, seeds, (resamples, seeds))
+    samples = {name: np.empty((resamples, len(METRICS))) for name in models}
+    for i, counts in enumerate(_draws(examples, resamples, seed)):
+        for name, runs in models.items():
+            times = np.bincount(drawn_seeds[i], minlength=seeds)
+            drawn = np.array([run.metrics(counts) if n else np.zeros(3) for run, n in zip(runs, times, strict=True)])
+            samples[name][i] = times @ drawn / seeds
+    ones = np.ones(examples)
+    values = {name: np.mean([run.metrics(ones) for run in runs], axis=0) for name, runs in models.items()}
+    result: dict[str, dict[Metric, PairedComparison]] = {}
+    for name in others:
+        found = result[name] = {}
+        differences, difference = samples[f"b {name}"] - samples["a"], values[f"b {name}"] - values["a"]
+        for i, metric in enumerate(METRICS):
+            interval = _interval(difference[i], differences[:, i], level)
+            verdict = _verdict(interval, _HIGH_IS_GOOD[metric])
+            both = float(values["a"][i]), float(values[f"b {name}"][i])
+            found[metric] = PairedComparison(metric, *both, interval, verdict)
     return result
 
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from scalejax import nn
+from scalejax.configs.recsys import dhen as recipes
 from scalejax.data.examples.schema import Categorical, Schema
-from scalejax.models.recsys import dhen
 from scalejax.models.recsys.dhen import DhenConfig, DhenLayer, Layer
 from scalejax.models.recsys.interactions import Cross, DotProduct, FactorizationMachine, Inputs, Linear, SelfAttention
 from scalejax.train.task import Keys, whole
@@ -165,7 +165,7 @@ def test_the_size_for_the_flights_has_the_flops_and_the_identity_as_shortcut():
     schema = Schema(
         categorical=tuple(Categorical(name=f"c{i}", rows=9) for i in range(16)), dense=tuple(f"x{i}" for i in range(7))
     )
-    task = dhen.flights(dhen.CROSS, dhen.FM).task(schema)
+    task = recipes.flights().model.task(schema)
     head, bottom = 544 * 256 + 256 * 128 + 128, 7 * 64 + 64 * 32
     cross = 544 * 544 + 136 * 136 * 4
     machine = 2 * 136 * 12 * 4 + 136 * 12 * 256 + 256 * 544

@@ -113,3 +113,52 @@ def test_refuses_what_it_cannot_judge():
         intervals([], [])
     with pytest.raises(ValueError, match="resamples"):
         intervals([0, 1], [0, 1], resamples=1)
+
+
+def of_seeds(labels, logits, noise, offset, seeds=5, seed=0):
+    """Predictions of several seeds: the true logits with noise, and an offset of their scale that differs by seed."""
+    rng = np.random.default_rng(seed)
+    scales = 1 + offset * rng.normal(size=(seeds, 1))
+    return exact.sigmoid(logits * scales + noise * rng.normal(size=(seeds, len(labels))))
+
+
+def test_with_seeds_it_equals_resampling_seeds_and_examples_themselves():
+    labels, logits, weights = examples(size=60)
+    a, b = of_seeds(labels, logits, 0.5, 0.2, seeds=3), of_seeds(labels, logits, 0.2, 0.2, seeds=3, seed=1)
+    got = bootstrap.compare(labels, a, b, weights, resamples=40, seed=3)["ne"]
+    drawn_seeds = np.random.default_rng((3, 1)).integers(0, 3, (40, 3))
+    rng, rows = np.random.default_rng(3), []
+    for chosen in drawn_seeds:
+        drawn = rng.integers(0, 60, 60)
+        ne = lambda p: exact.normalized_entropy(labels[drawn], p[drawn], weights[drawn])  # noqa: B023, E731
+        rows.append(np.mean([ne(b[s]) - ne(a[s]) for s in chosen]))
+    assert (got.difference.low, got.difference.high) == pytest.approx(
+        tuple(np.quantile(rows, (0.025, 0.975))), rel=1e-9
+    )
+    assert got.b == pytest.approx(np.mean([exact.normalized_entropy(labels, p, weights) for p in b]))
+
+
+def test_one_seed_is_compared_as_before_and_seeds_widen_the_interval():
+    labels, logits, _ = examples(size=500)
+    a, b = of_seeds(labels, logits, 0.5, 0.5), of_seeds(labels, logits, 0.4, 0.5, seed=1)
+    alone = bootstrap.compare(labels, a[0], b[0], resamples=200)
+    assert alone == bootstrap.compare(labels, a[:1], b[:1], resamples=200)
+    # Equal predictions of every seed: only the examples vary, as with one run.
+    same = bootstrap.compare(labels, np.repeat(a[:1], 5, 0), np.repeat(b[:1], 5, 0), resamples=200)
+    assert same["auc"].difference.low == pytest.approx(alone["auc"].difference.low)
+    width = lambda found: found["logloss"].difference.high - found["logloss"].difference.low  # noqa: E731
+    assert width(bootstrap.compare(labels, a, b, resamples=200)) > 1.2 * width(same)
+
+
+def test_several_models_are_judged_on_the_same_resamples():
+    labels, logits, _ = examples(size=300)
+    a, b, c = (of_seeds(labels, logits, noise, 0.1) for noise in (0.6, 0.3, 0.9))
+    together = bootstrap.compare_all(labels, a, {"b": b, "a": c}, resamples=50)
+    assert together["b"] == bootstrap.compare(labels, a, b, resamples=50)
+    assert together["a"] == bootstrap.compare(labels, a, c, resamples=50)
+
+
+def test_models_of_other_seeds_are_not_compared():
+    labels, logits, _ = examples(size=30)
+    with pytest.raises(ValueError, match="equally many seeds and examples"):
+        bootstrap.compare(labels, of_seeds(labels, logits, 1, 1, seeds=2), of_seeds(labels, logits, 1, 1, seeds=3))

@@ -18,6 +18,8 @@ from covering import covering
 from scalejax import optim
 from scalejax.data import Categorical
 from scalejax.errors import UserError
+from scalejax.models.recsys.dhen import DhenConfig, Layer
+from scalejax.models.recsys.interactions import Cross, FactorizationMachine, SelfAttention
 from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
@@ -106,9 +108,9 @@ def trained(experiment, mesh, devices, steps=4):
     return losses, jax.tree.map(np.asarray, stored)
 
 
-def compare(rows, strategy, parts, extra):
-    experiment = double(rows, **WITH[extra])
-    losses, state = trained(double(rows) if extra in CHANGES_NOTHING else experiment, MeshShape(), 1)
+def compare(rows, strategy, parts, extra, **model):
+    experiment = double(rows, **WITH[extra], **model)
+    losses, state = trained(double(rows, **model) if extra in CHANGES_NOTHING else experiment, MeshShape(), 1)
     own = changed(experiment, strategy=STRATEGIES[strategy], gradients__microbatch=8 // parts)
     other, found = trained(own, MESH, 8)
     np.testing.assert_allclose(other, losses, rtol=1e-12)
@@ -130,6 +132,27 @@ def test_equals_one_device(rows, strategy, parts, extra):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equals_one_device_everywhere(rows, strategy, parts, extra):
     compare(rows, strategy, parts, extra)
+
+
+DHEN = DhenConfig(
+    dim=4,
+    layers=(
+        Layer(
+            modules=(Cross(outputs=8), FactorizationMachine(outputs=8, rank=4, hidden=(16,)), SelfAttention(outputs=8)),
+            ensemble="weighted",
+        ),
+    ),
+    repeats=2,
+    bottom_hidden=(16,),
+    head_hidden=(16,),
+)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.default_cases("implicit HYBRID_SHARD")
+@pytest.mark.parametrize("strategy", [f"{form} {s}" for form in ("implicit", "explicit") for s in SHARDINGS])
+def test_dhen_of_any_sharding_beside_its_tables_equals_one_device(rows, strategy):
+    compare(rows, strategy, 1, "nothing", model=DHEN)
 
 
 def gathers(rows, sharding):
