@@ -352,7 +352,8 @@ class SecondMoments(nnx.Module):
 class SelfAttention:
     """One layer of a Transformer's encoder over the vectors (no order, no mask), mixed to `outputs` vectors.
 
-    As in Vaswani et al., 2017, each norm after its addition. The DHEN paper states no sizes.
+    As in Vaswani et al., 2017, each norm after its addition; queries, keys and values have no bias (that of keys would
+    change nothing). The DHEN paper states no sizes.
 
     Attributes:
       outputs: Vectors that it returns.
@@ -383,7 +384,10 @@ class EncoderLayer(nnx.Module):
 
     def __init__(self, config: SelfAttention, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         d = inputs.d
-        self.qkv = nn.Linear(d, 3 * d, rngs=rngs, dtypes=dtypes)
+        self.qkv = nnx.Param(
+            nn.scaled_normal(rngs.params(), (d, 3 * d), fan_in=d, dtype=dtypes.params),
+            logical_axes=("input", "hidden"),
+        )
         self.out = nn.Linear(d, d, rngs=rngs, dtypes=dtypes)
         sizes = (d, config.hidden or 4 * d, d)
         self.mlp = nn.Mlp(sizes, rngs=rngs, activation=config.activation, dropout_rate=config.dropout, dtypes=dtypes)
@@ -396,7 +400,9 @@ class EncoderLayer(nnx.Module):
         del dense
         n, b, d = x.shape
         flat = x.reshape(n * b, d)
-        q, k, v = jnp.split(self.qkv(flat).reshape(n, b, self.heads, 3 * d // self.heads), 3, axis=-1)  # n B h e
+        q, k, v = jnp.split(
+            (flat @ self.qkv[...].astype(flat.dtype)).reshape(n, b, self.heads, -1), 3, axis=-1
+        )  # n B h e
         scores = jnp.einsum("nbhe,mbhe->bhnm", q, k, preferred_element_type=nn.wide(x.dtype))
         shares = jax.nn.softmax(scores * (d / self.heads) ** -0.5, axis=-1).astype(x.dtype)
         seen = jnp.einsum("bhnm,mbhe->nbhe", shares, v)

@@ -84,7 +84,7 @@ def literal_moments(config, p, x, dense):
 def literal_attention(config, p, x, dense):
     del dense
     wide = D // config.heads
-    qkv = (x @ p["qkv"]["kernel"] + p["qkv"]["bias"]).reshape(N, config.heads, 3, wide)
+    qkv = (x @ p["qkv"]).reshape(N, config.heads, 3, wide)
     seen = np.zeros((N, D))
     for head in range(config.heads):
         q, k, v = (qkv[:, head, part] for part in range(3))
