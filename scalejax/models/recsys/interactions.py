@@ -510,4 +510,5 @@ class GatedMlps(nnx.Module):
         if self.gate is None:
             return vectors(results[0], x.shape[-1])
         shares = jax.nn.softmax(self.gate(flat), axis=-1)  # B experts
-        return vectors(sum(shares[:, i : i + 1] * result for i, result in enumerate(results)), x.shape[-1])
+        together = jnp.einsum("be,ebf->bf", shares, jnp.stack(results))
+        return vectors(together, x.shape[-1])

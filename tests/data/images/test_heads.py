@@ -1,5 +1,6 @@
 """Slices of heads: slabs with a gap, and two heads on one grid."""
 
+import importlib.util
 import pathlib
 
 import numpy as np
@@ -11,7 +12,10 @@ from scalejax.data.images.heads import TissueSlabs, TwoHeads
 from scalejax.errors import UserError
 
 COLIN = pathlib.Path(TwoHeads().colin)
-needs_colin = pytest.mark.skipif(not (COLIN / "aal.nii.gz").exists(), reason="needs Debian's mricron-data")
+needs_colin = pytest.mark.skipif(
+    importlib.util.find_spec("nibabel") is None or not (COLIN / "aal.nii.gz").exists(),
+    reason="needs nibabel, and Debian's mricron-data",
+)
 
 
 def test_slabs_are_of_tissues_and_no_slice_lies_beside_one_of_another_split():
