@@ -104,7 +104,7 @@ def test_a_head_of_1_mm_gives_every_slice(tmp_path):
 def test_files_that_are_not_there_or_no_heads_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"data.colin: .*ch2bet.nii.gz is missing. Install Debian's mricron-data"):
         TwoHeads(colin=str(tmp_path)).build()
-    if not (COLIN / "aal.nii.gz").exists():
+    if importlib.util.find_spec("nibabel") is None or not (COLIN / "aal.nii.gz").exists():
         return
     with pytest.raises(UserError, match=r"data\.icbm: .* cannot be read as an npz with 't1'"):
         TwoHeads(icbm=str(tmp_path / "none.npz")).build()
