@@ -8,10 +8,10 @@ ms, by which a replicated layer is 1.35 times as fast as a sharded one. Bars are
 """
 
 from scalejax.bench import machine
-from scalejax.plan.arithmetic.gpu_hosts import Layer, Strategy, estimate
+from scalejax.plan.arithmetic.gpu_hosts import DenseLayer, Strategy, estimate
 from scalejax.plan.planner_machines import find_gpus
 
-LAYER = Layer(parameters=130e6, compute_s=20e-3)
+LAYER = DenseLayer(parameters=130e6, compute_s=20e-3)
 PUBLISHED = {1: ("1.35", "1.16"), 8: ("1.33", "1.14"), 16: ("1.36", "1.18"), 24: ("out of memory", "1.33")}
 PUBLISHED[32] = ("out of memory", "1.20")
 

@@ -6,8 +6,8 @@ scalejax train dhen --set model.repeats=4
 """
 
 from scalejax.configs.recsys import _flights, _movielens, _table
-from scalejax.models.recsys.dhen import DhenConfig, Ensemble, Layer
-from scalejax.models.recsys.interactions import Cross, FactorizationMachine, Interaction, Linear
+from scalejax.models.recsys.dhen import DhenConfig, Ensemble, EnsembleLayer
+from scalejax.models.recsys.interactions import FactorizationMachine, FeatureCross, Interaction, LinearCompression
 from scalejax.train.experiment import Experiment
 
 _FLIGHTS_FEATURES = 17
@@ -26,7 +26,7 @@ def on_flights(*modules: Interaction, dim: int = 4, repeats: int = 2, ensemble: 
     """
     return DhenConfig(
         dim=dim,
-        layers=(Layer(modules=modules, ensemble=ensemble, normalization="none"),),
+        layers=(EnsembleLayer(modules=modules, ensemble=ensemble, normalization="none"),),
         repeats=repeats,
         dense_vectors=32 // dim,
         feature_vectors=32 // dim,
@@ -36,7 +36,9 @@ def on_flights(*modules: Interaction, dim: int = 4, repeats: int = 2, ensemble: 
 
 
 _N = vectors_on_flights(4)
-_MODEL = on_flights(Cross(outputs=_N), FactorizationMachine(outputs=_N, rank=12, hidden=(256,), normalization="none"))
+_MODEL = on_flights(
+    FeatureCross(outputs=_N), FactorizationMachine(outputs=_N, rank=12, hidden=(256,), normalization="none")
+)
 
 
 def flights() -> Experiment:
@@ -56,15 +58,17 @@ def flights_time() -> Experiment:
 
 def movielens() -> Experiment:
     """DHEN on MovieLens 100K. Put recbole==1.2.1 (pip download --no-deps) beside you or set data.path."""
-    layer = Layer(modules=(Cross(outputs=8), FactorizationMachine(outputs=8, rank=8, hidden=(64,))), ensemble="sum")
+    layer = EnsembleLayer(
+        modules=(FeatureCross(outputs=8), FactorizationMachine(outputs=8, rank=8, hidden=(64,))), ensemble="sum"
+    )
     return _movielens.experiment(DhenConfig(dim=16, layers=(layer,), repeats=2, head_hidden=(64,)))
 
 
 def table() -> Experiment:
     """DHEN on a table of your own: scalejax train dhen --data FILE --label COLUMN."""
-    layer = Layer(
+    layer = EnsembleLayer(
         modules=(
-            Cross(outputs=32, rank=64),
+            FeatureCross(outputs=32, rank=64),
             FactorizationMachine(outputs=32, rank=8, hidden=(128,), normalization="none"),
         ),
         ensemble="sum",
@@ -86,5 +90,5 @@ def table() -> Experiment:
 
 def smoke() -> Experiment:
     """A few steps of a tiny DHEN."""
-    layer = Layer(modules=(Cross(outputs=4), Linear(outputs=4)))
+    layer = EnsembleLayer(modules=(FeatureCross(outputs=4), LinearCompression(outputs=4)))
     return _flights.smoke(DhenConfig(dim=8, layers=(layer,), repeats=2, bottom_hidden=(16,), head_hidden=(16,)))

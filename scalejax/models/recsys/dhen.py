@@ -28,14 +28,14 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import check_at_least, check_one_of
-from scalejax.models.recsys.interactions import Inputs, Interaction, Mix, Normalization
+from scalejax.models.recsys.interactions import Interaction, LayerInputs, Mix, Normalization
 from scalejax.models.recsys.stack import StackConfig
 
 Ensemble = Literal["concat", "sum", "weighted"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
+class EnsembleLayer:
     """One layer.
 
     Attributes:
@@ -49,20 +49,22 @@ class Layer:
     normalization: Normalization = "layer"
 
     def __post_init__(self) -> None:
-        check_one_of("Layer: ensemble", self.ensemble, get_args(Ensemble))
-        check_one_of("Layer: normalization", self.normalization, get_args(Normalization))
+        check_one_of("EnsembleLayer: ensemble", self.ensemble, get_args(Ensemble))
+        check_one_of("EnsembleLayer: normalization", self.normalization, get_args(Normalization))
         if not self.modules:
-            raise ValueError("Layer: modules must name at least one module, such as Linear(outputs=8); got none.")
+            raise ValueError(
+                "EnsembleLayer: modules must hold at least one module, such as LinearCompression(outputs=8); got none."
+            )
         for module in self.modules:
             if not hasattr(module, "build") or not hasattr(module, "outputs"):
                 raise ValueError(
-                    f"Layer: modules must be interactions such as Linear(outputs=8), with `outputs` and `build`; got "
-                    f"{module!r}."
+                    "EnsembleLayer: modules must be interactions such as LinearCompression(outputs=8), with `outputs` "
+                    f"and `build`; got {module!r}."
                 )
         counts = [module.outputs for module in self.modules]
         if self.ensemble != "concat" and len(set(counts)) > 1:
             raise ValueError(
-                f"Layer: the modules of ensemble={self.ensemble!r} must return equally many vectors; got "
+                f"EnsembleLayer: the modules of ensemble={self.ensemble!r} must return equally many vectors; got "
                 f"{', '.join(f'{type(m).__name__} {m.outputs}' for m in self.modules)}. Give them equal outputs, or "
                 "take ensemble='concat'."
             )
@@ -83,19 +85,19 @@ class DhenConfig(StackConfig):
       repeats: How many times the whole of `layers` follows upon itself, each time with its own parameters.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[EnsembleLayer, ...]
     repeats: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("DhenConfig: repeats", self.repeats, 1)
         if not self.layers:
-            raise ValueError("DhenConfig: layers must hold at least one Layer; got none.")
+            raise ValueError("DhenConfig: layers must hold at least one EnsembleLayer; got none.")
 
     def build_layers(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> list[nnx.Module]:
         n, dense, built = self.input_vectors(schema), self.vectors_of_dense(schema), []
         for layer in self.layers * self.repeats:
-            built.append(DhenLayer(layer, Inputs(n=n, d=self.dim, dense=dense), rngs=rngs, dtypes=dtypes))
+            built.append(DhenLayer(layer, LayerInputs(n=n, d=self.dim, dense=dense), rngs=rngs, dtypes=dtypes))
             n = layer.outputs
         return built
 
@@ -108,7 +110,7 @@ class DhenConfig(StackConfig):
 class DhenLayer(nnx.Module):
     """Norm(Ensemble(modules(X)) + ShortCut(X))."""
 
-    def __init__(self, config: Layer, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: EnsembleLayer, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.modules = nnx.List([module.build(inputs, rngs=rngs, dtypes=dtypes) for module in config.modules])
         self.alpha = (
             nnx.Param(jnp.ones(len(config.modules), dtypes.params), logical_axes=("norm",))

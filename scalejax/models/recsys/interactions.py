@@ -3,10 +3,10 @@
 A module is described by a frozen dataclass (an `Interaction`), which a config holds, and which builds it for the number
 and the width of the vectors that it will see. A file of your own may have others.
 
-    Linear                U = W X
+    LinearCompression     U = W X
     FactorizationMachine  U = MLP(LN(flatten(F))),  F = X X^T  |  X (X^T Y)  |  X (X^T Y(X))
     DotProduct            U = MLP(dense features, products of all pairs of W X)
-    Cross                 U = W (x * (V x + b)),    x = flatten(X)          equation 7 of DHEN, read as DCN has it
+    FeatureCross          U = W (x * (V x + b)),    x = flatten(X)          equation 7 of DHEN, read as DCN has it
     SecondMoment          U = W^T (X^T X) + b                               equation 7 of DHEN, read as it is printed
     SelfAttention         U = W TransformerEncoderLayer(X)
     Convolution           U = W Conv2d(X)
@@ -36,7 +36,7 @@ Normalization = Literal["layer", "none"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
+class LayerInputs:
     """What a module sees.
 
     Attributes:
@@ -61,7 +61,7 @@ class Interaction(Protocol):
     @property
     def outputs(self) -> int: ...
 
-    def build(self, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> nnx.Module: ...
+    def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> nnx.Module: ...
 
 
 class Mix(nnx.Module):
@@ -86,15 +86,15 @@ def mix(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear:
+class LinearCompression:
     """`outputs` linear combinations of the vectors; Wukong's linear compression block."""
 
     outputs: int
 
     def __post_init__(self) -> None:
-        check_at_least("Linear: outputs", self.outputs, 1)
+        check_at_least("LinearCompression: outputs", self.outputs, 1)
 
-    def build(self, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Mix:
+    def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Mix:
         return Mix(self.outputs, inputs.n, rngs=rngs, dtypes=dtypes)
 
 
@@ -134,23 +134,23 @@ class FactorizationMachine:
         check_one_of("FactorizationMachine: kind", self.kind, get_args(FmKind))
         check_one_of("FactorizationMachine: normalization", self.normalization, get_args(Normalization))
 
-    def sizes(self, inputs: Inputs) -> tuple[int, ...]:
+    def sizes(self, inputs: LayerInputs) -> tuple[int, ...]:
         """Sizes of the MLP."""
         entries = inputs.n * (inputs.n if self.kind == "plain" else self.rank)
         return (entries, *self.hidden, self.outputs * inputs.d)
 
-    def attention_sizes(self, inputs: Inputs) -> tuple[int, ...]:
+    def attention_sizes(self, inputs: LayerInputs) -> tuple[int, ...]:
         """Sizes of the MLP that makes Y in an attentive one."""
         return (self.attention_rows * inputs.d, *self.attention_hidden, inputs.n * self.rank)
 
-    def build(self, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "FmBlock":
+    def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "FmBlock":
         return FmBlock(self, inputs, rngs=rngs, dtypes=dtypes)
 
 
 class PlainFm(nnx.Module):
     """F = X X^T."""
 
-    def __init__(self, config: FactorizationMachine, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: FactorizationMachine, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         del config, inputs, rngs, dtypes
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
@@ -162,7 +162,7 @@ class PlainFm(nnx.Module):
 class LowRankFm(nnx.Module):
     """F = X (X^T Y), Y learned; equals (X X^T) Y at k/n of its cost."""
 
-    def __init__(self, config: FactorizationMachine, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: FactorizationMachine, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.y = nnx.Param(
             nn.scaled_normal(rngs.params(), (inputs.n, config.rank), fan_in=inputs.n, dtype=dtypes.params),
             logical_axes=("mixed", "rank"),
@@ -178,7 +178,7 @@ class LowRankFm(nnx.Module):
 class AttentiveFm(nnx.Module):
     """F = X (X^T Y(X)), Y(X) an MLP of W_C X: the columns of Y depend on the example."""
 
-    def __init__(self, config: FactorizationMachine, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: FactorizationMachine, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.compress = Mix(config.attention_rows, inputs.n, rngs=rngs, dtypes=dtypes)
         self.mlp = nn.Mlp(
             config.attention_sizes(inputs),
@@ -203,7 +203,7 @@ _FM = {"plain": PlainFm, "lowrank": LowRankFm, "attentive": AttentiveFm}
 class FmBlock(nnx.Module):
     """See `FactorizationMachine`."""
 
-    def __init__(self, config: FactorizationMachine, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: FactorizationMachine, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.fm = _FM[config.kind](config, inputs, rngs=rngs, dtypes=dtypes)
         sizes = config.sizes(inputs)
         self.mlp = nn.Mlp(sizes, rngs=rngs, activation=config.activation, dropout_rate=config.dropout, dtypes=dtypes)
@@ -246,14 +246,14 @@ class DotProduct:
         if self.mixed is not None:
             check_at_least("DotProduct: mixed", self.mixed, 2)
 
-    def build(self, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "DotProducts":
+    def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "DotProducts":
         return DotProducts(self, inputs, rngs=rngs, dtypes=dtypes)
 
 
 class DotProducts(nnx.Module):
     """See `DotProduct`."""
 
-    def __init__(self, config: DotProduct, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: DotProduct, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         m = inputs.n if config.mixed is None else config.mixed
         self.mix = None if config.mixed is None else Mix(m, inputs.n, rngs=rngs, dtypes=dtypes)
         sizes = (inputs.dense * inputs.d + m * (m - 1) // 2, *config.hidden, config.outputs * inputs.d)
@@ -269,7 +269,7 @@ class DotProducts(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cross:
+class FeatureCross:
     """DCN's cross layer on the flattened vectors, mixed to `outputs` vectors.
 
     DCN's own "+ x" is left away: the shortcut of the layer supplies it.
@@ -283,18 +283,18 @@ class Cross:
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        check_at_least("Cross: outputs", self.outputs, 1)
+        check_at_least("FeatureCross: outputs", self.outputs, 1)
         if self.rank is not None:
-            check_at_least("Cross: rank", self.rank, 1)
+            check_at_least("FeatureCross: rank", self.rank, 1)
 
-    def build(self, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "Crosses":
+    def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "Crosses":
         return Crosses(self, inputs, rngs=rngs, dtypes=dtypes)
 
 
 class Crosses(nnx.Module):
-    """See `Cross`."""
+    """See `FeatureCross`."""
 
-    def __init__(self, config: Cross, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: FeatureCross, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         width = inputs.n * inputs.d
         self.down = (
             None
@@ -328,14 +328,14 @@ class SecondMoment:
     def __post_init__(self) -> None:
         check_at_least("SecondMoment: outputs", self.outputs, 1)
 
-    def build(self, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "SecondMoments":
+    def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "SecondMoments":
         return SecondMoments(self, inputs, rngs=rngs, dtypes=dtypes)
 
 
 class SecondMoments(nnx.Module):
     """See `SecondMoment`."""
 
-    def __init__(self, config: SecondMoment, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: SecondMoment, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         shape = (config.outputs, inputs.d)
         self.mix = Mix(*shape, rngs=rngs, dtypes=dtypes)
         self.bias = nnx.Param(jnp.zeros(shape, dtypes.params), logical_axes=("vectors", "norm"))
@@ -373,7 +373,7 @@ class SelfAttention:
         for name in ("outputs", "heads"):
             check_at_least(f"SelfAttention: {name}", getattr(self, name), 1)
 
-    def build(self, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "EncoderLayer":
+    def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "EncoderLayer":
         if inputs.d % self.heads:
             raise ValueError(f"SelfAttention: heads must divide the width {inputs.d} of a vector; got {self.heads}.")
         return EncoderLayer(self, inputs, rngs=rngs, dtypes=dtypes)
@@ -382,7 +382,7 @@ class SelfAttention:
 class EncoderLayer(nnx.Module):
     """See `SelfAttention`."""
 
-    def __init__(self, config: SelfAttention, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: SelfAttention, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         d = inputs.d
         self.qkv = nnx.Param(
             nn.scaled_normal(rngs.params(), (d, 3 * d), fan_in=d, dtype=dtypes.params),
@@ -431,14 +431,14 @@ class Convolution:
         for name in ("outputs", "channels"):
             check_at_least(f"Convolution: {name}", getattr(self, name), 1)
 
-    def build(self, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "ImageOfVectors":
+    def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "ImageOfVectors":
         return ImageOfVectors(self, inputs, rngs=rngs, dtypes=dtypes)
 
 
 class ImageOfVectors(nnx.Module):
     """See `Convolution`."""
 
-    def __init__(self, config: Convolution, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: Convolution, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         gain = 1.0 if config.activation == "linear" else 2.0
         # The variance that `nn.Conv` starts with counts what leaves a filter; here what enters it should count.
         self.conv = nn.Conv(
@@ -484,14 +484,14 @@ class MlpExperts:
         for name in ("outputs", "experts"):
             check_at_least(f"MlpExperts: {name}", getattr(self, name), 1)
 
-    def build(self, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "GatedMlps":
+    def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "GatedMlps":
         return GatedMlps(self, inputs, rngs=rngs, dtypes=dtypes)
 
 
 class GatedMlps(nnx.Module):
     """See `MlpExperts`."""
 
-    def __init__(self, config: MlpExperts, inputs: Inputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: MlpExperts, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         sizes = (inputs.n * inputs.d, *config.hidden, config.outputs * inputs.d)
         self.mlps = nnx.List(
             [

@@ -110,8 +110,8 @@ class StackConfig:
             for feature in schema.categorical
         )
 
-    def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "Stack":
-        return Stack(self, schema, rngs, dtypes)
+    def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "InteractionStack":
+        return InteractionStack(self, schema, rngs, dtypes)
 
     def build_layers(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> list[nnx.Module]:
         """The layers, each called as layer(x, dense, key=key), see `interactions.Interaction`."""
@@ -150,7 +150,7 @@ class StackConfig:
         return (self.output_vectors(schema) * self.dim, *self.head_hidden, len(schema.labels))
 
 
-class Stack(nnx.Module):
+class InteractionStack(nnx.Module):
     """Embeddings and dense features -> one logit per task.
 
     The layers are unrolled: the first has a shape of its own and the deepest published stack has 8, so a scan would

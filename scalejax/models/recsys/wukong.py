@@ -31,8 +31,8 @@ from scalejax.models.recsys.interactions import (
     FactorizationMachine,
     FmBlock,
     FmKind,
-    Inputs,
-    Linear,
+    LayerInputs,
+    LinearCompression,
     Normalization,
 )
 from scalejax.models.recsys.stack import Important as Important
@@ -91,7 +91,7 @@ class WukongConfig(StackConfig):
         """n_i of each layer: n_0 first, n_F + n_L after it (the pyramid)."""
         return (self.input_vectors(schema), *(self.layers - 1) * (self.output_vectors(schema),))
 
-    def layer(self) -> dhen.Layer:
+    def layer(self) -> dhen.EnsembleLayer:
         """What a layer is in the terms of DHEN."""
         machine = FactorizationMachine(
             outputs=self.fm_outputs,
@@ -104,15 +104,17 @@ class WukongConfig(StackConfig):
             activation=self.activation,
             dropout=self.dropout,
         )
-        return dhen.Layer(
-            modules=(machine, Linear(outputs=self.lcb_outputs)), ensemble="concat", normalization=self.normalization
+        return dhen.EnsembleLayer(
+            modules=(machine, LinearCompression(outputs=self.lcb_outputs)),
+            ensemble="concat",
+            normalization=self.normalization,
         )
 
     def fmb_sizes(self, n: int) -> tuple[int, ...]:
         """Sizes of the MLP in an FM block whose layer has n input vectors."""
         machine = self.layer().modules[0]
         assert isinstance(machine, FactorizationMachine)
-        return machine.sizes(Inputs(n=n, d=self.dim))
+        return machine.sizes(LayerInputs(n=n, d=self.dim))
 
 
 _FLIGHTS = WukongConfig(
@@ -157,7 +159,7 @@ class WukongLayer(FmBlock):
     """
 
     def __init__(self, n: int, config: WukongConfig, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
-        layer, inputs = config.layer(), Inputs(n=n, d=config.dim)
+        layer, inputs = config.layer(), LayerInputs(n=n, d=config.dim)
         machine, linear = layer.modules
         assert isinstance(machine, FactorizationMachine)
         super().__init__(machine, inputs, rngs=rngs, dtypes=dtypes)

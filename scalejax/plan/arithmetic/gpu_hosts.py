@@ -1,6 +1,6 @@
 """A data-parallel step of a stack of equal layers on hosts of GPUs, by arithmetic: replicated, sharded, or both.
 
-    found = estimate(Layer(parameters=130e6, compute_s=20e-3), 16, "HYBRID_SHARD", find_gpus("a100-40gb:32x8"))
+    found = estimate(DenseLayer(parameters=130e6, compute_s=20e-3), 16, "HYBRID_SHARD", find_gpus("a100-40gb:32x8"))
     found.step_s, found.memory_bytes, found.fits
 
 Three strategies, as in section 4 of DHEN (arXiv 2203.11014):
@@ -31,7 +31,7 @@ BUS_BYTES_PER_S = {8: 163e9, 16: 134e9, 32: 111e9, 64: 91e9, 128: 81e9, 256: 74e
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
+class DenseLayer:
     """One of the equal layers.
 
     Attributes:
@@ -75,7 +75,7 @@ def bus_bytes_per_s(devices: int) -> float:
     return known[-1][1]
 
 
-def estimate(layer: Layer, layers: int, strategy: Strategy, machine: Gpus) -> Estimate:
+def estimate(layer: DenseLayer, layers: int, strategy: Strategy, machine: Gpus) -> Estimate:
     """A step of so many layers.
 
     Raises:

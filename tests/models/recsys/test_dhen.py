@@ -12,18 +12,25 @@ from flax import nnx
 from scalejax import nn
 from scalejax.configs.recsys import dhen as recipes
 from scalejax.data.examples.schema import Categorical, Schema
-from scalejax.models.recsys.dhen import DhenConfig, DhenLayer, Layer
-from scalejax.models.recsys.interactions import Cross, DotProduct, FactorizationMachine, Inputs, Linear, SelfAttention
+from scalejax.models.recsys.dhen import DhenConfig, DhenLayer, EnsembleLayer
+from scalejax.models.recsys.interactions import (
+    DotProduct,
+    FactorizationMachine,
+    FeatureCross,
+    LayerInputs,
+    LinearCompression,
+    SelfAttention,
+)
 from scalejax.train.task import Keys, whole
 
 F64 = nn.Dtypes(jnp.float64, jnp.float64)
 N, D, OUT = 5, 4, 5
 X = np.random.default_rng(0).normal(size=(N, 3, D))
-CROSS, FM = Cross(outputs=OUT), FactorizationMachine(outputs=OUT, rank=2, hidden=(6,))
+CROSS, FM = FeatureCross(outputs=OUT), FactorizationMachine(outputs=OUT, rank=2, hidden=(6,))
 
 
 def build(layer, randomised, n=N):
-    return randomised(DhenLayer(layer, Inputs(n=n, d=D), rngs=nnx.Rngs(0), dtypes=F64))
+    return randomised(DhenLayer(layer, LayerInputs(n=n, d=D), rngs=nnx.Rngs(0), dtypes=F64))
 
 
 def norm(p, y):
@@ -37,8 +44,8 @@ def call(layer, x=X):
 @pytest.mark.parametrize("ensemble", ["concat", "sum", "weighted"])
 @pytest.mark.parametrize("outputs", [5, 3], ids=["as many vectors", "fewer vectors"])
 def test_a_layer_is_the_norm_of_modules_and_shortcut(ensemble, outputs, randomised, numpy_parameters, x64):
-    modules = (Cross(outputs=outputs), FactorizationMachine(outputs=outputs, rank=2, hidden=(6,)))
-    layer = build(Layer(modules=modules, ensemble=ensemble), randomised)
+    modules = (FeatureCross(outputs=outputs), FactorizationMachine(outputs=outputs, rank=2, hidden=(6,)))
+    layer = build(EnsembleLayer(modules=modules, ensemble=ensemble), randomised)
     p = numpy_parameters(layer)
     crossed, machine = (np.asarray(module(jnp.asarray(X))) for module in layer.modules)
     together = {
@@ -51,16 +58,18 @@ def test_a_layer_is_the_norm_of_modules_and_shortcut(ensemble, outputs, randomis
     np.testing.assert_allclose(call(layer), norm(p["norm"], together + short), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("module", [Linear(outputs=OUT), CROSS, FM], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("module", [LinearCompression(outputs=OUT), CROSS, FM], ids=lambda m: type(m).__name__)
 def test_with_one_module_every_ensemble_is_module_and_shortcut(module, randomised, numpy_parameters, x64):
     for ensemble in ("concat", "sum"):
-        layer = build(Layer(modules=(module,), ensemble=ensemble), randomised)
+        layer = build(EnsembleLayer(modules=(module,), ensemble=ensemble), randomised)
         alone = np.asarray(layer.modules[0](jnp.asarray(X)))
         np.testing.assert_allclose(call(layer), norm(numpy_parameters(layer)["norm"], alone + X), rtol=1e-11)
 
 
 def test_linear_modules_alone_are_a_residual_linear_stack(randomised, numpy_parameters, x64):
-    layers = [build(Layer(modules=(Linear(outputs=OUT),), ensemble="sum"), randomised) for _ in range(3)]
+    layers = [
+        build(EnsembleLayer(modules=(LinearCompression(outputs=OUT),), ensemble="sum"), randomised) for _ in range(3)
+    ]
     got, want = jnp.asarray(X), X
     for layer in layers:
         p = numpy_parameters(layer)
@@ -75,7 +84,7 @@ def zeroed(part):
 
 
 def test_without_modules_the_shortcut_is_left_and_without_shortcut_the_ensemble(randomised, numpy_parameters, x64):
-    layer = build(Layer(modules=(CROSS, FM), ensemble="sum"), randomised, n=6)
+    layer = build(EnsembleLayer(modules=(CROSS, FM), ensemble="sum"), randomised, n=6)
     x = np.random.default_rng(1).normal(size=(6, 3, D))
     p = numpy_parameters(layer)
     parts = sum(np.asarray(module(jnp.asarray(x))) for module in layer.modules)
@@ -89,7 +98,9 @@ def test_without_modules_the_shortcut_is_left_and_without_shortcut_the_ensemble(
 
 def test_a_weighted_sum_starts_as_the_sum_and_learns_its_weights(x64):
     weighted, plain = (
-        DhenLayer(Layer(modules=(CROSS, FM), ensemble=ensemble), Inputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64)
+        DhenLayer(
+            EnsembleLayer(modules=(CROSS, FM), ensemble=ensemble), LayerInputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64
+        )
         for ensemble in ("weighted", "sum")
     )
     np.testing.assert_array_equal(call(weighted), call(plain))
@@ -103,8 +114,10 @@ def test_a_stack_mixes_k_to_the_n_compositions(x64):
     matrices = np.random.default_rng(2).normal(size=(3, 2, N, N))  # layers, modules
     x = jnp.asarray(X)
     for own in matrices:
-        layer = Layer(modules=(Linear(outputs=N), Linear(outputs=N)), ensemble="sum", normalization="none")
-        layer = DhenLayer(layer, Inputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64)
+        layer = EnsembleLayer(
+            modules=(LinearCompression(outputs=N), LinearCompression(outputs=N)), ensemble="sum", normalization="none"
+        )
+        layer = DhenLayer(layer, LayerInputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64)
         for module, matrix in zip(layer.modules, own, strict=True):
             module.weight[...] = jnp.asarray(matrix)
         x = layer(x, x[:0]) - x
@@ -116,8 +129,8 @@ def test_a_stack_mixes_k_to_the_n_compositions(x64):
 SMALL = DhenConfig(
     dim=4,
     layers=(
-        Layer(modules=(DotProduct(outputs=3, mixed=3, hidden=(6,)), Linear(outputs=2))),
-        Layer(modules=(CROSS, SelfAttention(outputs=5)), ensemble="weighted"),
+        EnsembleLayer(modules=(DotProduct(outputs=3, mixed=3, hidden=(6,)), LinearCompression(outputs=2))),
+        EnsembleLayer(modules=(CROSS, SelfAttention(outputs=5)), ensemble="weighted"),
     ),
     repeats=2,
     bottom_hidden=(6,),
@@ -177,15 +190,15 @@ def test_the_size_for_the_flights_has_the_flops_and_the_identity_as_shortcut():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Layer(modules=()), "at least one module"),
-        (lambda: Layer(modules=("linear",)), "must be interactions such as Linear.*got 'linear'"),
+        (lambda: EnsembleLayer(modules=()), "at least one module"),
+        (lambda: EnsembleLayer(modules=("linear",)), "must be interactions such as Linear.*got 'linear'"),
         (
-            lambda: Layer(modules=(Linear(outputs=3), Cross(outputs=4)), ensemble="sum"),
-            "equally many vectors; got Linear 3, Cross 4",
+            lambda: EnsembleLayer(modules=(LinearCompression(outputs=3), FeatureCross(outputs=4)), ensemble="sum"),
+            "equally many vectors; got LinearCompression 3, FeatureCross 4",
         ),
-        (lambda: Layer(modules=(CROSS,), ensemble="mean"), "ensemble must be one of"),
-        (lambda: Layer(modules=(CROSS,), normalization="batch"), "normalization must be one of"),
-        (lambda: DhenConfig(layers=()), "at least one Layer"),
+        (lambda: EnsembleLayer(modules=(CROSS,), ensemble="mean"), "ensemble must be one of"),
+        (lambda: EnsembleLayer(modules=(CROSS,), normalization="batch"), "normalization must be one of"),
+        (lambda: DhenConfig(layers=()), "at least one EnsembleLayer"),
         (lambda: dataclasses.replace(SMALL, repeats=0), "repeats must be at least 1; got 0"),
     ],
 )

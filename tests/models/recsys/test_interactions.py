@@ -12,13 +12,13 @@ from jax.test_util import check_grads
 
 from scalejax import nn
 from scalejax.models.recsys import interactions
-from scalejax.models.recsys.interactions import Inputs
+from scalejax.models.recsys.interactions import LayerInputs
 
 F64 = nn.Dtypes(jnp.float64, jnp.float64)
 N, D, DENSE, OUT = 5, 4, 2, 3
 
 MODULES = {
-    "linear": interactions.Linear(outputs=OUT),
+    "linear": interactions.LinearCompression(outputs=OUT),
     "plain FM": interactions.FactorizationMachine(outputs=OUT, kind="plain", hidden=(6,)),
     "low-rank FM": interactions.FactorizationMachine(outputs=OUT, rank=2, hidden=(6,), normalization="none"),
     "attentive FM": interactions.FactorizationMachine(
@@ -26,8 +26,8 @@ MODULES = {
     ),
     "products of all pairs": interactions.DotProduct(outputs=OUT, hidden=(6,)),
     "products of mixed pairs": interactions.DotProduct(outputs=OUT, mixed=3, hidden=(6,)),
-    "cross": interactions.Cross(outputs=OUT),
-    "low-rank cross": interactions.Cross(outputs=OUT, rank=2),
+    "cross": interactions.FeatureCross(outputs=OUT),
+    "low-rank cross": interactions.FeatureCross(outputs=OUT, rank=2),
     "second moment": interactions.SecondMoment(outputs=OUT),
     "self-attention": interactions.SelfAttention(outputs=OUT, heads=2, hidden=7),
     "convolution": interactions.Convolution(outputs=OUT, channels=2, activation="relu"),
@@ -118,10 +118,10 @@ def literal_experts(config, p, x, dense):
 
 
 LITERAL = {
-    interactions.Linear: lambda config, p, x, dense: p["weight"] @ x,
+    interactions.LinearCompression: lambda config, p, x, dense: p["weight"] @ x,
     interactions.FactorizationMachine: literal_fm,
     interactions.DotProduct: literal_products,
-    interactions.Cross: literal_cross,
+    interactions.FeatureCross: literal_cross,
     interactions.SecondMoment: literal_moments,
     interactions.SelfAttention: literal_attention,
     interactions.Convolution: literal_convolution,
@@ -130,7 +130,7 @@ LITERAL = {
 
 
 def build(config, randomised):
-    return randomised(config.build(Inputs(n=N, d=D, dense=DENSE), rngs=nnx.Rngs(0), dtypes=F64))
+    return randomised(config.build(LayerInputs(n=N, d=D, dense=DENSE), rngs=nnx.Rngs(0), dtypes=F64))
 
 
 def data(examples=3):
@@ -196,15 +196,15 @@ def test_every_expert_drops_by_a_key_of_its_own(randomised, x64):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: interactions.Linear(outputs=0), "Linear: outputs must be at least 1; got 0"),
+        (lambda: interactions.LinearCompression(outputs=0), "LinearCompression: outputs must be at least 1; got 0"),
         (lambda: interactions.FactorizationMachine(outputs=1, kind="full"), "kind must be one of"),
         (lambda: interactions.FactorizationMachine(outputs=1, rank=0), "rank must be at least 1; got 0"),
         (lambda: interactions.DotProduct(outputs=1, mixed=1), "mixed must be at least 2; got 1"),
-        (lambda: interactions.Cross(outputs=1, rank=0), "rank must be at least 1; got 0"),
+        (lambda: interactions.FeatureCross(outputs=1, rank=0), "rank must be at least 1; got 0"),
         (lambda: interactions.MlpExperts(outputs=1, experts=0), "experts must be at least 1; got 0"),
         (
             lambda: interactions.SelfAttention(outputs=1, heads=3).build(
-                Inputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64
+                LayerInputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64
             ),
             "heads must divide the width 4 of a vector; got 3",
         ),

@@ -135,7 +135,7 @@ def test_layer_matches_a_literal_numpy_form(n, fm, randomised, numpy_parameters,
 def test_a_layer_is_that_of_dhen_with_two_modules_to_the_bit(fm, normalization):
     config = dataclasses.replace(TINY, fm=fm, normalization=normalization, dropout=0.2)
     ours = wukong.WukongLayer(6, config, rngs=nnx.Rngs(0), dtypes=F32)
-    theirs = dhen.DhenLayer(config.layer(), interactions.Inputs(n=6, d=config.dim), rngs=nnx.Rngs(0), dtypes=F32)
+    theirs = dhen.DhenLayer(config.layer(), interactions.LayerInputs(n=6, d=config.dim), rngs=nnx.Rngs(0), dtypes=F32)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3, config.dim)), jnp.float32)
 
     def gradients(layer, *arguments):
@@ -174,7 +174,7 @@ def test_works_without_dense_features_and_with_one_task(examples, numpy_paramete
 
 def test_sum_over_pairs_equals_half_of_square_of_sum_minus_sum_of_squares(x64):
     x = np.random.default_rng(0).normal(size=(7, 2, 5))
-    f = interactions.PlainFm(TINY.layer().modules[0], interactions.Inputs(n=7, d=5), rngs=nnx.Rngs(0), dtypes=F64)(
+    f = interactions.PlainFm(TINY.layer().modules[0], interactions.LayerInputs(n=7, d=5), rngs=nnx.Rngs(0), dtypes=F64)(
         jnp.asarray(x)
     )
     pairs = np.triu(np.asarray(f), k=1).sum((1, 2))
@@ -383,7 +383,7 @@ def test_every_layer_drops_by_a_key_of_its_own():
 
     frame = types.SimpleNamespace(layers=[layer, layer, layer], vectors_of_dense=0)
     for key in (jax.random.key(0), None):
-        stack.Stack.interact(frame, jnp.zeros((2, 1, 4)), key=key)
+        stack.InteractionStack.interact(frame, jnp.zeros((2, 1, 4)), key=key)
     assert len(set(map(tuple, seen[:3]))) == 3
     assert seen[3:] == [None] * 3
 

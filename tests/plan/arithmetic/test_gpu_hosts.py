@@ -6,11 +6,11 @@ import pytest
 
 from scalejax.errors import UserError
 from scalejax.plan.arithmetic import gpu_hosts
-from scalejax.plan.arithmetic.gpu_hosts import Layer, estimate
+from scalejax.plan.arithmetic.gpu_hosts import DenseLayer, estimate
 from scalejax.plan.planner_machines import find_gpus
 
 CLUSTER = find_gpus("a100-40gb:32x8")
-LAYER = Layer(parameters=130e6, compute_s=20e-3)
+LAYER = DenseLayer(parameters=130e6, compute_s=20e-3)
 STRATEGIES = ("NO_SHARD", "HYBRID_SHARD", "FULL_SHARD")
 FIG_6 = {1: 1.16, 8: 1.14, 16: 1.18, 24: 1.33, 32: 1.20}
 """HYBRID_SHARD over FULL_SHARD by layers, read off the bars; NO_SHARD is 1.35, 1.33 and 1.36 up to 16 layers."""

@@ -18,8 +18,8 @@ from covering import covering
 from scalejax import optim
 from scalejax.data import Categorical
 from scalejax.errors import UserError
-from scalejax.models.recsys.dhen import DhenConfig, Layer
-from scalejax.models.recsys.interactions import Cross, FactorizationMachine, SelfAttention
+from scalejax.models.recsys.dhen import DhenConfig, EnsembleLayer
+from scalejax.models.recsys.interactions import FactorizationMachine, FeatureCross, SelfAttention
 from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
@@ -137,8 +137,12 @@ def test_equals_one_device_everywhere(rows, strategy, parts, extra):
 DHEN = DhenConfig(
     dim=4,
     layers=(
-        Layer(
-            modules=(Cross(outputs=8), FactorizationMachine(outputs=8, rank=4, hidden=(16,)), SelfAttention(outputs=8)),
+        EnsembleLayer(
+            modules=(
+                FeatureCross(outputs=8),
+                FactorizationMachine(outputs=8, rank=4, hidden=(16,)),
+                SelfAttention(outputs=8),
+            ),
             ensemble="weighted",
         ),
     ),
