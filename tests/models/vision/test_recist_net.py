@@ -345,7 +345,7 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_shows_what_it_found(tmp_path)
 def test_it_learns_to_find_nuclei(read, tmp_path):
     """A tenth of the recipe: a box drawn at random hits next to nothing."""
     run = changed(configs.load("recist-nuclei"), steps=120, evaluation__every=120, checkpoints__every=120)
-    run = changed(run, model__read=read)
+    run = changed(run, model__read=read, data__batch_size=8)  # one of each device of tests
     summary = loop.train(run, workdir=tmp_path)
     assert summary["test_sensitivity_8"] > 0.3
 
