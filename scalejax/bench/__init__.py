@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _NAMES = (
     "wukong_step",
+    "dhen_step",
     "dlrm_step",
     "llama_step",
     "llama_decode",

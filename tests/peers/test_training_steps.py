@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed; benchmarks/peers.sh installs it")
 
 from scalejax.bench import harness, training_step, workloads
-from scalejax.bench.cases import dlrm_step, gcn_step, wukong_step
+from scalejax.bench.cases import dhen_step, dlrm_step, gcn_step, wukong_step
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.wukong import WukongConfig
@@ -35,6 +35,8 @@ MODELS = {
             bottom_hidden=(16,),
         ),
     ),
+    "dhen": (dhen_step, dhen_step.stack(8, 4, None, 3, (16,), (16,))),
+    "dhen of low rank": (dhen_step, dhen_step.stack(8, 4, 5, 3, (16,), (16,))),
     "dlrm": (dlrm_step, DlrmConfig(dim=8, bottom_hidden=(16,), top_hidden=(16, 8))),
 }
 

@@ -111,7 +111,7 @@ class DhenLayer(nnx.Module):
     """Norm(Ensemble(modules(X)) + ShortCut(X))."""
 
     def __init__(self, config: EnsembleLayer, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
-        self.modules = nnx.List([module.build(inputs, rngs=rngs, dtypes=dtypes) for module in config.modules])
+        self.interactions = nnx.List([module.build(inputs, rngs=rngs, dtypes=dtypes) for module in config.modules])
         self.alpha = (
             nnx.Param(jnp.ones(len(config.modules), dtypes.params), logical_axes=("norm",))
             if config.ensemble == "weighted"
@@ -126,7 +126,7 @@ class DhenLayer(nnx.Module):
         """compute_dtype[n, B, d] and the vectors of dense features [m, B, d] -> compute_dtype[outputs, B, d]."""
         parts = [
             module(x, dense, key=None if key is None else jax.random.fold_in(key, i))
-            for i, module in enumerate(self.modules)
+            for i, module in enumerate(self.interactions)
         ]
         if self.alpha is not None:
             parts = [alpha * part for alpha, part in zip(self.alpha[...].astype(x.dtype), parts, strict=True)]

@@ -47,7 +47,7 @@ def test_a_layer_is_the_norm_of_modules_and_shortcut(ensemble, outputs, randomis
     modules = (FeatureCross(outputs=outputs), FactorizationMachine(outputs=outputs, rank=2, hidden=(6,)))
     layer = build(EnsembleLayer(modules=modules, ensemble=ensemble), randomised)
     p = numpy_parameters(layer)
-    crossed, machine = (np.asarray(module(jnp.asarray(X))) for module in layer.modules)
+    crossed, machine = (np.asarray(module(jnp.asarray(X))) for module in layer.interactions)
     together = {
         "concat": lambda: np.concatenate([crossed, machine]),
         "sum": lambda: crossed + machine,
@@ -62,7 +62,7 @@ def test_a_layer_is_the_norm_of_modules_and_shortcut(ensemble, outputs, randomis
 def test_with_one_module_every_ensemble_is_module_and_shortcut(module, randomised, numpy_parameters, x64):
     for ensemble in ("concat", "sum"):
         layer = build(EnsembleLayer(modules=(module,), ensemble=ensemble), randomised)
-        alone = np.asarray(layer.modules[0](jnp.asarray(X)))
+        alone = np.asarray(layer.interactions[0](jnp.asarray(X)))
         np.testing.assert_allclose(call(layer), norm(numpy_parameters(layer)["norm"], alone + X), rtol=1e-11)
 
 
@@ -74,7 +74,7 @@ def test_linear_modules_alone_are_a_residual_linear_stack(randomised, numpy_para
     for layer in layers:
         p = numpy_parameters(layer)
         got = layer(got, jnp.zeros((0, 3, D)))
-        want = norm(p["norm"], np.einsum("ln,nbd->lbd", p["modules"][0]["weight"], want) + want)
+        want = norm(p["norm"], np.einsum("ln,nbd->lbd", p["interactions"][0]["weight"], want) + want)
     np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
 
 
@@ -87,11 +87,11 @@ def test_without_modules_the_shortcut_is_left_and_without_shortcut_the_ensemble(
     layer = build(EnsembleLayer(modules=(CROSS, FM), ensemble="sum"), randomised, n=6)
     x = np.random.default_rng(1).normal(size=(6, 3, D))
     p = numpy_parameters(layer)
-    parts = sum(np.asarray(module(jnp.asarray(x))) for module in layer.modules)
+    parts = sum(np.asarray(module(jnp.asarray(x))) for module in layer.interactions)
     kept, layer.shortcut = layer.shortcut, zeroed(layer.shortcut)
     np.testing.assert_allclose(call(layer, x), norm(p["norm"], parts), rtol=1e-11, atol=1e-12)
     layer.shortcut = kept
-    layer.modules = nnx.List([zeroed(module) for module in layer.modules])
+    layer.interactions = nnx.List([zeroed(module) for module in layer.interactions])
     short = np.einsum("ln,nbd->lbd", p["shortcut"]["weight"], x)
     np.testing.assert_allclose(call(layer, x), norm(p["norm"], short), rtol=1e-11, atol=1e-12)
 
@@ -118,7 +118,7 @@ def test_a_stack_mixes_k_to_the_n_compositions(x64):
             modules=(LinearCompression(outputs=N), LinearCompression(outputs=N)), ensemble="sum", normalization="none"
         )
         layer = DhenLayer(layer, LayerInputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64)
-        for module, matrix in zip(layer.modules, own, strict=True):
+        for module, matrix in zip(layer.interactions, own, strict=True):
             module.weight[...] = jnp.asarray(matrix)
         x = layer(x, x[:0]) - x
     compositions = [c @ b @ a for a, b, c in itertools.product(*matrices)]
@@ -141,15 +141,17 @@ SMALL = DhenConfig(
 def test_layers_may_differ_and_repeat(schema, examples, x64):
     task = SMALL.task(schema)
     model = task.init(nnx.Rngs(0), F64)
-    assert [len(layer.modules) for layer in model.layers] == [2] * 4
+    assert [len(layer.interactions) for layer in model.layers] == [2] * 4
     assert [layer.shortcut is None for layer in model.layers] == [False, True, True, True]  # 6 vectors go in
-    assert not np.array_equal(model.layers[1].modules[0].mix.weight[...], model.layers[3].modules[0].mix.weight[...])
+    assert not np.array_equal(
+        model.layers[1].interactions[0].mix.weight[...], model.layers[3].interactions[0].mix.weight[...]
+    )
     batch = examples(task)
     logits = model(batch.embedded, batch["dense"])
     assert logits.shape == (6, 2)
     # The dense features reach the dot products of later layers, too.
     first = model.embed(batch.embedded, batch["dense"])
-    later = model.layers[2].modules[0]
+    later = model.layers[2].interactions[0]
     x = jnp.ones((5, 6, 4))
     assert not np.allclose(later(x, first[:1]), later(x, 2 * first[:1]))
 
