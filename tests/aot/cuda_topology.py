@@ -31,12 +31,17 @@ needs_cuda_compiler = pytest.mark.skipif(
 )
 
 
-def mesh(devices: int) -> Mesh:
-    """That many GPUs of one process, along "x"."""
+def devices(hosts: int, in_host: int) -> list[jax.Device]:
+    """GPUs of hosts that are not here."""
     machine = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=_H100, topology=f"1x1x{devices}"
+        platform="cuda", topology_name="", target_config=_H100, topology=f"{hosts}x1x{in_host}"
     )
-    return Mesh(np.array(machine.devices), ("x",), axis_types=(AxisType.Auto,))
+    return machine.devices
+
+
+def mesh(count: int) -> Mesh:
+    """That many GPUs of one process, along "x"."""
+    return Mesh(np.array(devices(1, count)), ("x",), axis_types=(AxisType.Auto,))
 
 
 def compile_for(where: Mesh, function, *args, **jit_options):
