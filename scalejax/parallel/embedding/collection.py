@@ -90,6 +90,12 @@ class EmbeddingCollection:
                 f"{double[0]!r} is of float64. Use accumulate='ordered' (--set tables.accumulate=ordered), or tables "
                 "of float32 (--set tables.dtype=float32)."
             )
+        if self.exchange.route == "two_level" and self.plan is not None and self.plan.replicas == "copy":
+            raise UserError(
+                "EmbeddingCollection: exchange.route='two_level' crosses between hosts, and with the plan's "
+                "replicas='copy' every host has all tables: no vector crosses. Use tables.exchange.route=flat, or "
+                "a plan with replicas='shard'."
+            )
         if self.exchange.all_to_all == "ragged":
             ragged.check_platform(self.mesh)
         _ = self.stacks  # which refuse a plan that cannot be built

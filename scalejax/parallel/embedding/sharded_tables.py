@@ -43,10 +43,12 @@ class StackAxes:
     Attributes:
       route_axes: Devices that its rows are striped over.
       copy_axes: Devices that hold equal copies; updates are gathered over them.
+      hosts: Of the devices of `route_axes`, which lie host after host.
     """
 
     route_axes: tuple[str, ...]
     copy_axes: tuple[str, ...]
+    hosts: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,8 @@ class ShardedTables:
         if stack.spread == "copied":
             return StackAxes((), self.axes if self.mesh.size > 1 else ())
         copies = tuple(axis for axis in self.axes if axis not in self.group)
-        return StackAxes(self.group, copies if self.group_devices < self.mesh.size else ())
+        hosts = self.mesh.shape["replica"] if "replica" in self.group else 1
+        return StackAxes(self.group, copies if self.group_devices < self.mesh.size else (), hosts)
 
     def spec(self, stack: Stack) -> P:
         """How the arrays of a stack lie on the mesh."""

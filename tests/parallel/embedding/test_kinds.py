@@ -131,6 +131,24 @@ def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted,
     agrees_with_double_precision(embedded, after, name, weighted)
 
 
+TWO_LEVEL = Exchange(capacity_factor=8.0, route="two_level")
+
+
+@pytest.mark.default_cases("4-table_row_wise-adam-True")
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("name", ["rowwise", "adam", "adagrad", "sgd"])
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"])
+@pytest.mark.parametrize("hosts", [1, 2, 4, 8])
+def test_two_levels_equal_one_device_to_the_bit(hosts, kind, name, weighted):
+    tables = wide_tables(OPTIMIZERS[name])
+    host = batch(BATCH, weighted=weighted)
+    on = collection(tables, 8, plan_of(kind, tables, "shard"), replica=hosts, exchange=TWO_LEVEL)
+    embedded, after = stepped(on, host, given_grads(tables, host))
+    expected, state = on_one_device(name, weighted)
+    equal(embedded, expected)
+    equal(after, state)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "adam" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
 def test_a_plan_of_several_kinds_equals_one_device_to_the_bit(name):

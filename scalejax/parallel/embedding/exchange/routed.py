@@ -18,12 +18,15 @@ Where XLA has it, `ragged_all_to_all` carries the same without the empty slots (
 *bags*: one device has all rows of a feature, so its bucket has a place for every slot and no id can lack room. Ids
 travel with the number of their bag; the owner adds up each bag and one vector a bag travels back, one gradient a bag
 there again.
+
+With `Exchange.route="two_level"` everything travels in two hops, between hosts and within them, see `_hops`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +184,7 @@ def fetch(
     elif here.by_rows:
         assert way.slots is not None
         rows = _read(table, way.arrived[:arrivals], stack)
-        rows = wire.carry(rows, here.exchange.forward, lambda x: _back(here, x, way))
+        rows = _carry_rows(here, rows, way, "to senders")
         for look in here.by_rows:
             own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
             results[look] = pool(shard, look, own.astype(stack.wide_dtype), zero)
@@ -191,7 +194,7 @@ def fetch(
         if way.weights is not None:
             rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], zero)
         sums = ops.pool_rows(rows, way.bags, stack.devices * _most_bags(here.by_bags))
-        sums = wire.carry(_in_blocks(here, sums), here.exchange.forward, lambda x: _swap(here, x))
+        sums = _carry(here, _in_blocks(here, sums), "to senders")
         for look in here.by_bags:
             (rank,) = look.member.ranks
             results[look] = average(shard, look, sums[rank, look.bag : look.bag + look.feature.bags], zero)
@@ -210,24 +213,20 @@ def return_grads(
     here: LocalStack, grads: Sequence["Float[Array, 'bags *positions dim']"], way: Route
 ) -> "Float[Array, 'arrivals dim']":
     """The gradient of `fetch`: per lookup -> float[A, dim], one for every arrival, beside `way.arrived`."""
-    shard, zero, exchange = here.shard, here.zero, here.exchange
+    shard, zero = here.shard, here.zero
     of = dict(zip(here.lookups, grads, strict=True))
     parts = []
-
-    def send(vectors: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        return wire.carry(vectors, exchange.backward, move, loss_scale=exchange.loss_scale)
-
     if here.by_rows:
         occurrences = jnp.concatenate([unpool(shard, look, of[look], zero) for look in here.by_rows])
         if way.inverse is not None:
             sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
-            occurrences = send(sent, lambda x: _forth(here, x, way))
+            occurrences = _carry_rows(here, sent, way, "to owners")
         parts.append(occurrences)
     if here.by_bags:
         assert way.bags is not None
         shares = {look: average(shard, look, of[look], zero) for look in here.by_bags}
         blocks = _blocks(shares, here.stack, lambda look: look.bag, _most_bags(here.by_bags), 0)
-        arrived = send(blocks, lambda x: _swap(here, x)).reshape(-1, here.stack.dim)
+        arrived = _carry(here, blocks, "to owners").reshape(-1, here.stack.dim)
         slots = arrived.at[way.bags].get(mode="fill", fill_value=0)
         if way.weights is not None:
             slots = rounded(slots * way.weights.astype(slots.dtype)[:, None], zero)
@@ -246,7 +245,7 @@ def to_senders(here: LocalStack, values: jax.Array, way: Route) -> dict[Lookup, 
         for look in here.by_rows:
             back[look] = flat.at[way.slots[look.part]].get(mode="fill", fill_value=0)
     if here.by_bags:
-        blocks = _swap(here, _in_blocks(here, values[arrivals:]))
+        blocks = _swap(here, _in_blocks(here, values[arrivals:]), "to senders")
         for look in here.by_bags:
             (rank,) = look.member.ranks
             back[look] = blocks[rank, look.part]
@@ -265,7 +264,7 @@ def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: Route) -> 
     if here.by_bags:
         by_bags = {look: values[look] for look in here.by_bags}
         blocks = _blocks(by_bags, here.stack, lambda look: look.occurrence, _most_slots(by_bags), 0)
-        parts.append(_swap(here, blocks).reshape(-1, *blocks.shape[2:]))
+        parts.append(_swap(here, blocks, "to owners").reshape(-1, *blocks.shape[2:]))
     return jnp.concatenate(parts)
 
 
@@ -313,7 +312,7 @@ def _send_ids(here: LocalStack, found: _ByDevice, row: jax.Array) -> tuple[Route
     filled = wanted < found.starts[1:, None]
     inverse = jnp.where(filled, found.occurrences.at[wanted].get(mode="clip"), count)
     sent = row.at[inverse].get(mode="fill", fill_value=stack.local_rows)
-    return Route(_swap(here, sent).reshape(-1), None, slots, inverse.reshape(-1)), lost
+    return Route(_swap(here, sent, "to owners").reshape(-1), None, slots, inverse.reshape(-1)), lost
 
 
 def _send_runs(here: LocalStack, found: _ByDevice, row: jax.Array) -> tuple[Route, jax.Array]:
@@ -355,7 +354,7 @@ def _send_bags(here: LocalStack, rows: dict[Lookup, jax.Array]) -> Route:
     if ordered:
         as_they_are = lax.iota(jnp.int32, slots)
         planes.append(jnp.stack([as_they_are if order is None else order for order in orders]))
-    arrived = _swap(here, jnp.stack(planes, axis=1))  # N planes K'
+    arrived = _swap(here, jnp.stack(planes, axis=1), "to owners")  # N planes K'
     source = lax.iota(jnp.int32, stack.devices)[:, None]
     return Route(
         arrived=arrived[:, 0].reshape(-1),
@@ -426,7 +425,7 @@ def _blocks(
 def _forth(here: LocalStack, values: jax.Array, way: Route) -> jax.Array:
     """[slots, ...] at the senders -> [arrivals of "rows", ...] at the owners; zeros where nothing arrived."""
     if way.runs is None:
-        return _swap(here, _in_blocks(here, values)).reshape(-1, *values.shape[1:])
+        return _swap(here, _in_blocks(here, values), "to owners").reshape(-1, *values.shape[1:])
     room = way.arrived.shape[0] - (0 if way.bags is None else way.bags.shape[0])
     return ragged.to_owners(values, way.runs, room=room, fill=0, axes=here.axes.route_axes)
 
@@ -434,14 +433,62 @@ def _forth(here: LocalStack, values: jax.Array, way: Route) -> jax.Array:
 def _back(here: LocalStack, values: jax.Array, way: Route) -> jax.Array:
     """The inverse of `_forth`."""
     if way.runs is None:
-        return _swap(here, _in_blocks(here, values)).reshape(-1, *values.shape[1:])
+        return _swap(here, _in_blocks(here, values), "to senders").reshape(-1, *values.shape[1:])
     assert way.inverse is not None
     return ragged.to_senders(values, way.runs, count=way.inverse.shape[0], axes=here.axes.route_axes)
 
 
-def _swap(here: LocalStack, blocks: jax.Array) -> jax.Array:
+Direction = Literal["to owners", "to senders"]
+Hop = Literal["all", "between hosts", "within hosts"]
+
+
+def _carry_rows(here: LocalStack, vectors: jax.Array, way: Route, direction: Direction) -> jax.Array:
+    """Vectors of the "rows" channel, [slots or arrivals, D], in the formats of the exchange."""
+    if way.runs is None:
+        return _carry(here, _in_blocks(here, vectors), direction).reshape(-1, vectors.shape[-1])
+    exchange = here.exchange
+    if direction == "to senders":
+        return wire.carry(vectors, exchange.forward, lambda x: _back(here, x, way))
+    return wire.carry(vectors, exchange.backward, lambda x: _forth(here, x, way), loss_scale=exchange.loss_scale)
+
+
+def _carry(here: LocalStack, blocks: jax.Array, direction: Direction) -> jax.Array:
+    """Vectors [N, ..., D] as `_swap` moves them, in the formats of the exchange."""
+    exchange = here.exchange
+    wanted, scale = (exchange.forward, 1.0) if direction == "to senders" else (exchange.backward, exchange.loss_scale)
+    for hop in _hops(here, direction):
+        form = exchange.within_host if hop == "within hosts" else wanted
+        blocks = wire.carry(blocks, form, functools.partial(_hop, here, hop), loss_scale=scale)
+    return blocks
+
+
+def _swap(here: LocalStack, blocks: jax.Array, direction: Direction) -> jax.Array:
     """[N, ...]: block n goes to device n, and that of device n comes."""
-    return lax.all_to_all(blocks, here.axes.route_axes, 0, 0, tiled=True)
+    for hop in _hops(here, direction):
+        blocks = _hop(here, hop, blocks)
+    return blocks
+
+
+def _hops(here: LocalStack, direction: Direction) -> tuple[Hop, ...]:
+    """In two hops vectors leave their host last: between the two a device has all of its host for its peers' examples,
+    those of the devices in its place in the other hosts."""
+    if here.exchange.route == "flat":
+        return ("all",)
+    hops: tuple[Hop, ...] = ("between hosts", "within hosts")
+    return hops if direction == "to owners" else hops[::-1]
+
+
+def _hop(here: LocalStack, hop: Hop, blocks: jax.Array) -> jax.Array:
+    """[N, ...]: a part of the way of `_swap`, all of it by way of both hops in either order."""
+    if hop == "all":
+        return lax.all_to_all(blocks, here.axes.route_axes, 0, 0, tiled=True)
+    by_host = blocks.reshape(here.axes.hosts, -1, *blocks.shape[1:])  # T L ...
+    if hop == "between hosts":
+        moved = lax.all_to_all(by_host, "replica", 0, 0, tiled=True)
+    else:
+        inside = tuple(axis for axis in here.axes.route_axes if axis != "replica")
+        moved = lax.all_to_all(by_host, inside, 1, 1, tiled=True)
+    return moved.reshape(blocks.shape)
 
 
 def _in_blocks(here: LocalStack, flat: jax.Array) -> jax.Array:

@@ -53,6 +53,12 @@ class Exchange:
         there is travels; TPU and GPU. The results are equal to the bit while every id has room. "padded" has room for a
         number of ids from each device to each other, "ragged" for as many in all at each owner: a batch that is too
         uneven for one may fit the other.
+      route: "flat": one all_to_all over all devices. "two_level": two, between the devices of one place in their hosts
+        (over the mesh axis `replica`) and between those of a host, so that fewer and larger messages cross the slow
+        links: ids and gradients first between hosts, vectors first within them (the tower transform of DMT, arXiv
+        2403.00877). The results are equal to the bit. Only "padded", and not with tables that are copied to hosts.
+      within_host: With "two_level", what vectors and gradients travel as within a host; `forward` and `backward` are
+        then of those between hosts.
     """
 
     capacity_factor: float = 2.0
@@ -62,6 +68,8 @@ class Exchange:
     loss_scale: float = 1.0
     overflow: Literal["fail", "count"] = "fail"
     all_to_all: Literal["padded", "ragged"] = "padded"
+    route: Literal["flat", "two_level"] = "flat"
+    within_host: Wire = "full"
 
     def __post_init__(self) -> None:
         if not self.capacity_factor >= 1.0:
@@ -69,12 +77,23 @@ class Exchange:
                 f"Exchange: capacity_factor must be at least 1, what evenly spread ids need; got "
                 f"{self.capacity_factor}. Set it with --set tables.exchange.capacity_factor=2."
             )
-        for name in ("forward", "backward"):
+        for name in ("forward", "backward", "within_host"):
             check_one_of(f"Exchange: {name}", getattr(self, name), get_args(Wire))
         if not (self.loss_scale > 0 and math.isfinite(self.loss_scale)):
             raise UserError(f"Exchange: loss_scale must be a positive number; got {self.loss_scale}.")
         check_one_of("Exchange: overflow", self.overflow, ("fail", "count"))
         check_one_of("Exchange: all_to_all", self.all_to_all, ("padded", "ragged"))
+        check_one_of("Exchange: route", self.route, ("flat", "two_level"))
+        if self.route == "two_level" and self.all_to_all == "ragged":
+            raise UserError(
+                "Exchange: route='two_level' exchanges blocks of one size; got all_to_all='ragged'. Use --set "
+                "tables.exchange.all_to_all=padded, or --set tables.exchange.route=flat."
+            )
+        if self.route == "flat" and self.within_host != "full":
+            raise UserError(
+                f"Exchange: within_host is of the hop within a host, which route='flat' does not have; got "
+                f"{self.within_host!r}. Use --set tables.exchange.route=two_level, or forward and backward."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
