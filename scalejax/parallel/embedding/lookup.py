@@ -15,6 +15,7 @@ from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
 from scalejax.numerics.rounding import runtime_zero
 from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.exchange import routed
+from scalejax.parallel.embedding.exchange.local import LocalStack
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, expand
 from scalejax.parallel.embedding.ids.occurrences import lookups
 from scalejax.parallel.embedding.packing import plain_layout
@@ -205,14 +206,14 @@ def update(
     return {**state, "stacks": stacks, "updates": state["updates"] + taken, "faults": faults}
 
 
-def _local_stacks(sharded: ShardedTables, features: DeviceJagged) -> Iterator[routed.LocalStack]:
+def _local_stacks(sharded: ShardedTables, features: DeviceJagged) -> Iterator[LocalStack]:
     """The stacks as a device sees them, inside a shard_map."""
     shard = features.shard()
     # Lengths are what `runtime_zero` wants: an input of every program here, and never negative.
     zero = runtime_zero(shard.lengths[0])
     for stack in sharded.stacks:
         found = lookups(stack, features.layout)
-        yield routed.LocalStack(stack, found, shard, sharded.axes_of(stack), sharded.exchange, zero)
+        yield LocalStack(stack, found, shard, sharded.axes_of(stack), sharded.exchange, zero)
 
 
 def _check_grads(sharded: ShardedTables, features: DeviceJagged, grads: dict[str, jax.Array]) -> None:

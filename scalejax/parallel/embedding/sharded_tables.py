@@ -43,12 +43,10 @@ class StackAxes:
     Attributes:
       route_axes: Devices that its rows are striped over.
       copy_axes: Devices that hold equal copies; updates are gathered over them.
-      hosts: Of the devices of `route_axes`, which lie host after host.
     """
 
     route_axes: tuple[str, ...]
     copy_axes: tuple[str, ...]
-    hosts: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,8 @@ class ShardedTables:
             accumulate=self.accumulate,
             mesh_devices=self.mesh.size,
         )
-        return stack_tables(self.tables, slices, self.group_devices)
+        hosts = self.mesh.size // inside if self.exchange.route == "two_level" else 1
+        return stack_tables(self.tables, slices, self.group_devices, hosts)
 
     @functools.cached_property
     def mapped_tables(self) -> tuple[TableConfig, ...]:
@@ -100,8 +99,7 @@ class ShardedTables:
         if stack.spread == "copied":
             return StackAxes((), self.axes if self.mesh.size > 1 else ())
         copies = tuple(axis for axis in self.axes if axis not in self.group)
-        hosts = self.mesh.shape["replica"] if "replica" in self.group else 1
-        return StackAxes(self.group, copies if self.group_devices < self.mesh.size else (), hosts)
+        return StackAxes(self.group, copies if self.group_devices < self.mesh.size else ())
 
     def spec(self, stack: Stack) -> P:
         """How the arrays of a stack lie on the mesh."""

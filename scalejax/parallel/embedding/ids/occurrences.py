@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int32
 
-Channel = Literal["here", "rows", "bags"]
+Channel = Literal["here", "rows", "bags", "host"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,10 @@ class Lookup:
       feature: Its place in the device form.
       channel: How its rows are fetched. "here": they are on this device. "rows": each is sent by the
         device that has it and pooled here. "bags": the one device that has them all pools them and sends one vector a
-        bag.
-      occurrence: Its first occurrence in the channel; for "bags", in the bucket of the one device.
-      bag: For "bags": its first vector in the bucket of that device.
+        bag. "host": a device of the one host that has them all does.
+      occurrence: Its first occurrence in the channel; for "bags", in the bucket of the one device; for "host", of the
+        host.
+      bag: For "bags" and "host": its first vector in that bucket.
     """
 
     member: Member
@@ -60,16 +61,17 @@ def lookups(stack: Stack, layout: tuple[FeatureLayout, ...]) -> tuple[Lookup, ..
     """The features that look up a stack, in order of occurrence."""
     by_name = {feature.name: feature for feature in layout}
     found: list[Lookup] = []
-    occurrence, in_bucket, bags = 0, [0] * stack.devices, [0] * stack.devices
+    occurrence = 0
+    ends: dict[tuple[Channel, int], tuple[int, int]] = {}  # of each bucket: slots, bags
     for member in stack.members:
         features = [by_name[name] for name in member.config.features]
         channel = _channel(stack, member, features)
         for feature in features:
-            if channel == "bags":
-                (rank,) = member.ranks
-                found.append(Lookup(member, feature, channel, in_bucket[rank], bags[rank]))
-                in_bucket[rank] += feature.capacity
-                bags[rank] += feature.bags
+            if channel in ("bags", "host"):
+                bucket = (channel, member.ranks[0] // (1 if channel == "bags" else stack.in_host))
+                slots, bags = ends.get(bucket, (0, 0))
+                found.append(Lookup(member, feature, channel, slots, bags))
+                ends[bucket] = slots + feature.capacity, bags + feature.bags
             else:
                 found.append(Lookup(member, feature, channel, occurrence))
                 occurrence += feature.capacity
@@ -79,9 +81,18 @@ def lookups(stack: Stack, layout: tuple[FeatureLayout, ...]) -> tuple[Lookup, ..
 def _channel(stack: Stack, member: Member, features: list[FeatureLayout]) -> Channel:
     if stack.devices == 1:
         return "here"
-    if len(member.ranks) == 1 and member.config.pooling != "none" and any(f.length != 1 for f in features):
+    if member.config.pooling == "none":
+        return "rows"
+    if stack.hosts > 1 and len({rank // stack.in_host for rank in member.ranks}) == 1:
+        return "bags" if len(member.ranks) == 1 else "host"
+    if len(member.ranks) == 1 and any(f.length != 1 for f in features):
         return "bags"
     return "rows"
+
+
+def host_of(stack: Stack, look: Lookup) -> int:
+    """The host of a feature whose rows are all on one."""
+    return look.member.ranks[0] // stack.in_host
 
 
 def slots_of_member(found: tuple[Lookup, ...], member: Member) -> int:

@@ -83,6 +83,7 @@ class Stack:
       local_rows: Rows of one device.
       spread: "striped" over the devices, or "copied": whole on every device.
       update: For copied stacks, see `TablePlan`.
+      hosts: Of the devices, host after host, where the exchange has a hop between hosts; 1 = it has not.
     """
 
     name: str
@@ -91,6 +92,12 @@ class Stack:
     local_rows: int
     spread: str
     update: str
+    hosts: int = 1
+
+    @property
+    def in_host(self) -> int:
+        """Devices of a host."""
+        return self.devices // self.hosts
 
     @property
     def dim(self) -> int:
@@ -176,9 +183,9 @@ class Stack:
 
 
 def stack_tables(
-    tables: tuple[TableConfig, ...], slices: Mapping[str, tuple[Slice, ...]], devices: int
+    tables: tuple[TableConfig, ...], slices: Mapping[str, tuple[Slice, ...]], devices: int, hosts: int = 1
 ) -> tuple[Stack, ...]:
-    """Groups slices that agree in their `StackKey`, in order of first appearance.
+    """Groups slices that agree in their `StackKey`, in order of first appearance; `hosts` as in `Stack`.
 
     Raises:
       UserError: a stack has more rows per device than an int32 can count.
@@ -189,10 +196,10 @@ def stack_tables(
             spread = "striped" if part.ranks else "copied"
             key = stack_key(table, part.stop - part.start, spread=spread, update=part.update)
             groups.setdefault(key, []).append((table, part))
-    return tuple(_stack(number, key, parts, devices) for number, (key, parts) in enumerate(groups.items()))
+    return tuple(_stack(number, key, parts, devices, hosts) for number, (key, parts) in enumerate(groups.items()))
 
 
-def _stack(number: int, key: StackKey, parts: list[tuple[TableConfig, Slice]], devices: int) -> Stack:
+def _stack(number: int, key: StackKey, parts: list[tuple[TableConfig, Slice]], devices: int, hosts: int) -> Stack:
     dim, dtype, *_, spread, update = key
     ends = [0] * (devices if spread == "striped" else 1)
     members = []
@@ -218,4 +225,5 @@ def _stack(number: int, key: StackKey, parts: list[tuple[TableConfig, Slice]], d
         max(ends),
         spread,
         update,
+        hosts if spread == "striped" else 1,
     )

@@ -14,7 +14,8 @@ from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.stochastic import hash_bits, stochastic_round
-from scalejax.parallel.embedding.exchange.routed import LocalStack, Route, return_grads, to_owners, to_senders
+from scalejax.parallel.embedding.exchange.local import LocalStack
+from scalejax.parallel.embedding.exchange.routed import Route, return_grads, to_owners, to_senders
 from scalejax.parallel.embedding.ids.occurrences import Lookup, slots_of_member, unpool
 from scalejax.parallel.embedding.plan.row_numbers import name_hashes, row_numbers
 from scalejax.parallel.embedding.plan.sharding_plan import Accumulate
