@@ -5,6 +5,7 @@ pooling sum, mean and none, of one id, of several and of any number, empty bags 
 `benchmarks/product_table.py` makes a table of such a run.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -39,6 +40,7 @@ from scalejax.parallel.embedding.config import (
 )
 from scalejax.parallel.embedding.plan.sharding_plan import KINDS, Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape
+from scalejax.plan import explain_sharding
 
 BATCH = 16
 ROOM = Exchange(capacity_factor=8.0)
@@ -277,6 +279,37 @@ def test_a_step_holds_its_share_and_moves_data_by_the_collectives_of_its_kind(ki
         table = 8192 * (64 * 4 + 2 * 4)  # each slice has the statistic
     share = compiled.memory_analysis().argument_size_in_bytes
     assert table / parts <= share < 1.1 * table / parts + 2**15  # and the ids
+
+
+@pytest.mark.default_cases("2-table_row_wise")
+@pytest.mark.parametrize("kind", ["table_wise", "table_row_wise"])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_in_two_levels_vectors_cross_between_hosts_once_a_bag(hosts, kind):
+    """Each hop is over one axis; over `replica` travel ids, pooled vectors and their gradients, padded to no more."""
+    inside, per_device, length, dim, numbers = 8 // hosts, 64, 3, 64, 4
+    tables = tuple(TableConfig(name=f"t{i}", rows=512, dim=dim, features=(f"f{i}",)) for i in range(8))
+    ranks = {
+        "table_wise": lambda i: (i,),
+        "table_row_wise": lambda i: tuple(range(i // inside * inside, (i // inside + 1) * inside)),
+    }[kind]
+    plan = ShardingPlan(tables=tuple(TablePlan(table=f"t{i}", kind=kind, ranks=ranks(i)) for i in range(8)))
+    on = collection(tables, 8, plan, hosts, exchange=Exchange(route="two_level"))
+    on = dataclasses.replace(on, mesh=meshes.make_mesh(MeshShape(replica=hosts, fsdp=inside)))
+    schema = schema_of({f"f{i}": length for i in range(8)}, rows=512)
+    features = device_features(on, None, 8 * per_device, schema=schema)
+
+    def step(state, features):
+        embedded, routing = on.lookup(state, features)
+        return on.update(state, routing, {name: x + 1 for name, x in embedded.items()})
+
+    compiled = jax.jit(step, donate_argnums=0).lower(on.abstract_state(), features).compile()
+    found = explain_sharding(compiled, on.mesh)
+    assert {c.kind for c in found} == {"all-to-all"}
+    assert {c.axes for c in found} == {("replica",), ("fsdp",)}
+    between = sorted(c.bytes // c.count for c in found if c.axes == ("replica",) for _ in range(c.count))
+    planes = 2 if kind == "table_wise" else 3  # row and bag of an id, and where a host has several devices its device
+    ids, vectors = per_device * 8 * length * planes * numbers, per_device * 8 * dim * numbers
+    assert between == sorted([ids, vectors, vectors])
 
 
 def test_two_dimensional_sharding_gathers_updates_over_the_copies_only():

@@ -24,6 +24,7 @@ from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -157,6 +158,26 @@ DHEN = DhenConfig(
 @pytest.mark.parametrize("strategy", [f"{form} {s}" for form in ("implicit", "explicit") for s in SHARDINGS])
 def test_dhen_of_any_sharding_beside_its_tables_equals_one_device(rows, strategy):
     compare(rows, strategy, 1, "nothing", model=DHEN)
+
+
+TOWERS = {
+    "tables__exchange": Exchange(capacity_factor=8.0, route="two_level"),
+    "tables__sharding": ShardingPlan(
+        tables=tuple(TablePlan(table=name, kind="table_row_wise") for name in ("shop", "hour", "item"))
+    ),
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.default_cases("id maps")
+@pytest.mark.parametrize("extra", ["nothing", "id maps", "dedup", "ids ahead", "stale", "deltas"])
+def test_an_exchange_in_two_levels_equals_one_device(rows, extra):
+    experiment = double(rows, **WITH[extra])
+    losses, state = trained(experiment, MeshShape(), 1)
+    other, found = trained(changed(experiment, **TOWERS), MESH, 8)
+    np.testing.assert_allclose(other, losses, rtol=1e-12)
+    for part in ("params", "tables"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[part], state[part])
 
 
 def gathers(rows, sharding):
