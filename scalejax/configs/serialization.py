@@ -1,15 +1,15 @@
 """The record of an experiment in its run folder, and the way back: by running the recipe again.
 
 Nothing is ever instantiated from a file: a command on a run folder re-runs the recipe that the folder names, with the
-recorded overrides, and compares the result with the recorded data (of earlier versions too, see `earlier`). One thing
-is taken from the record: a sharding plan that came from a file (`--set tables.sharding=plan.json`), since it is data
-and the file may have gone or be another by now.
+recorded overrides, and compares the result with the recorded data (of earlier versions too, see `earlier`). Two things
+are taken from the record if they came from a file: a sharding plan (`--set tables.sharding=plan.json`) and towers
+(`--set model.towers=towers.json`), since they are data and the file may have gone or be another by now.
 """
 
 import dataclasses
 import pathlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import scalejax
@@ -17,13 +17,18 @@ from scalejax import configs
 from scalejax.configs import as_data, discovery, earlier
 from scalejax.configs.as_data import Json, Record
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
+from scalejax.parallel.towers import Partition
 
 if TYPE_CHECKING:
     from scalejax.train.experiment import Experiment
 
 
 _SHOWN = 8  # differences spelt out in a message
-_PLAN = "tables.sharding"
+_FROM_FILES: dict[str, Callable[[object, str], object]] = {
+    "tables.sharding": ShardingPlan.from_json,
+    "model.towers": Partition.from_json,
+}
 _MAY_DIFFER = "xla_flags"
 """Options of the compiler: a recipe may learn better ones, and a run goes on with them. What a user set stays set."""
 
@@ -125,16 +130,20 @@ def _is_file(recipe: str) -> bool:
 
 def _build(recipe: str, sets: Sequence[str], recorded: Any, where: pathlib.Path | str) -> "Experiment":
     parts = [[part.strip() for part in text.partition("=")] for text in sets]
-    if not any(path == _PLAN and value.endswith(".json") for path, _, value in parts):
-        return configs.load(recipe, sets)
-    from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
-
-    others = [text for text, (path, *_) in zip(sets, parts, strict=True) if not f"{path}.".startswith(f"{_PLAN}.")]
-    tables: Any = _plain(recorded.get("fields", {}).get("tables"))
-    found = None if tables is None else tables.get("sharding")
-    plan = ShardingPlan.from_json(found, f"{_PLAN} in experiment.json of the run {where}")
+    read = {path for path, _, value in parts if path in _FROM_FILES and value.endswith(".json")}
+    others = [
+        text
+        for text, (path, *_) in zip(sets, parts, strict=True)
+        if not any(f"{path}.".startswith(f"{name}.") for name in read)
+    ]
     experiment = configs.load(recipe, others)
-    return dataclasses.replace(experiment, tables=dataclasses.replace(experiment.tables, sharding=plan))
+    for path in read:
+        part, _, field = path.partition(".")
+        of_part: Any = _plain(recorded.get("fields", {}).get(part)) or {}
+        value = _FROM_FILES[path](of_part.get(field), f"{path} in experiment.json of the run {where}")
+        changed: Any = dataclasses.replace(getattr(experiment, part), **{field: value})
+        experiment = dataclasses.replace(experiment, **{part: changed})
+    return experiment
 
 
 def _completed(recorded: Json, value: object) -> Json:

@@ -15,7 +15,7 @@ from scalejax.parallel.mesh import manual_batch_axes
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
 
 
 Purpose = Literal["training", "evaluation", "statistics"]
@@ -34,12 +34,20 @@ class LayerNorm(nnx.Module):
         self.eps = eps
         self.compute_dtype = dtypes.compute
 
-    def __call__(self, x: "Float[Array, '*batch features']") -> "Float[Array, '*batch features']":
-        """x: float[..., features]. Returns compute_dtype[..., features]."""
+    def __call__(
+        self, x: "Float[Array, '*batch features']", present: "Bool[Array, 'features'] | None" = None
+    ) -> "Float[Array, '*batch features']":
+        """x: float[..., features]. Returns compute_dtype[..., features], zero where a feature is not `present`."""
         dtype = wide(x.dtype, self.compute_dtype)
         scale, bias = (p[...].astype(dtype).reshape(*(1,) * (x.ndim - 1), -1) for p in (self.scale, self.bias))
-        y: jax.Array = layer_norm(x.astype(dtype), scale, bias, self.eps)
-        return y.astype(self.compute_dtype)
+        wider = x.astype(dtype)
+        if present is None:
+            y: jax.Array = layer_norm(wider, scale, bias, self.eps)
+            return y.astype(self.compute_dtype)
+        there = present.astype(dtype).reshape(scale.shape)
+        centred = there * (wider - (there * wider).sum(-1, keepdims=True) / there.sum())
+        normal = centred * jax.lax.rsqrt(jnp.square(centred).sum(-1, keepdims=True) / there.sum() + self.eps)
+        return (normal * scale + there * bias).astype(self.compute_dtype)
 
 
 @compat.custom_vjp(3)

@@ -14,6 +14,7 @@ from scalejax import configs
 from scalejax.configs import as_data, serialization
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
+from scalejax.parallel.towers import Partition
 
 EXAMPLES = pathlib.Path(__file__).parent / "example_recipes.py"
 RECIPE = f"{EXAMPLES}:first"
@@ -175,6 +176,19 @@ def test_a_plan_of_a_file_is_taken_from_the_record(tmp_path):
         UserError, match=r"tables in tables\.sharding in experiment\.json of the run here must be a list"
     ):
         serialization.reload(recorded, recipe=RECIPE, where="here")
+
+
+def test_towers_of_a_file_are_taken_from_the_record_and_those_of_the_command_line_read_again(tmp_path):
+    towers = Partition(
+        towers=(("carrier", "tailnum", "hour", "flight"), ("plane_model", "origin", "dest"), ("month", "weekday"))
+    )
+    towers.save(tmp_path / "towers.json")
+    recorded = json.loads(json.dumps(_recorded("dlrm-smoke_towers", f"model.towers={tmp_path / 'towers.json'}")))
+    (tmp_path / "towers.json").unlink()
+    assert serialization.reload(recorded).model.towers == towers
+    as_text = str([list(tower) for tower in towers.towers]).replace(" ", "")
+    recorded = json.loads(json.dumps(_recorded("dlrm-smoke_towers", f"model.towers={as_text}")))
+    assert serialization.reload(recorded).model.towers == towers
 
 
 def test_a_phase_that_changes_a_part_of_the_model_is_recorded_and_found_again():

@@ -13,10 +13,24 @@ from scalejax import optim
 from scalejax.configs.recsys import _common
 from scalejax.data import FlightsData
 from scalejax.parallel.embedding.config import RowwiseAdagrad
+from scalejax.parallel.towers import Partition
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Tables
 from scalejax.train.protocols import ModelConfig
 
 SCHEDULE_WARMUP = 0.05
+TOWERS = Partition(
+    towers=(
+        ("carrier", "tailnum", "plane_model", "flight"),
+        ("origin", "dest", "distance_bin", "hour"),
+        ("month", "weekday", "wx_temp_bin", "wx_pressure_bin"),
+        ("wx_humid_bin", "wx_wind_speed_bin", "wx_precip_bin", "wx_visib_bin"),
+    )
+)
+"""Aircraft, route, season, weather."""
+TWO_TOWERS = Partition(
+    towers=(("carrier", "tailnum", "plane_model", "flight"), ("origin", "dest", "month", "weekday", "hour"))
+)
+"""Without bins."""
 
 
 def experiment(model: ModelConfig, data: FlightsData | None = None, l2: float = 1e-4) -> Experiment:

@@ -8,6 +8,7 @@ from scalejax import optim
 from scalejax.configs.recsys import _common, _flights, _movielens, _table
 from scalejax.data import CriteoMultiHotData
 from scalejax.models.recsys import dcnv2
+from scalejax.models.recsys.towers import DcnTower, TowersConfig
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.train.experiment import Experiment, Tables
 
@@ -17,6 +18,12 @@ _MODEL = dcnv2.DcnV2Config(dim=32, cross_layers=3, bottom_hidden=(64,), deep_hid
 def flights() -> Experiment:
     """DCNv2 on the bundled New York flights; half a minute on two cores, test AUC 0.804."""
     return _flights.experiment(_MODEL)
+
+
+def flights_towers() -> Experiment:
+    """DCNv2 over four towers of the flights' features, which halve what leaves them."""
+    modules = (DcnTower(dim=16),)
+    return _flights.experiment(TowersConfig(base=_MODEL, towers=_flights.TOWERS, modules=modules))
 
 
 def flights_day() -> Experiment:
@@ -64,3 +71,9 @@ def table() -> Experiment:
 def smoke() -> Experiment:
     """A few steps of a tiny DCNv2."""
     return _flights.smoke(dcnv2.DcnV2Config(dim=8, bottom_hidden=(16,), deep_hidden=(16,)))
+
+
+def smoke_towers() -> Experiment:
+    """A few steps of a tiny DCNv2 over two towers."""
+    base = dcnv2.DcnV2Config(dim=8, bottom_hidden=(16,), deep_hidden=(16,))
+    return _flights.smoke(TowersConfig(base=base, towers=_flights.TWO_TOWERS, modules=(DcnTower(dim=4),)))

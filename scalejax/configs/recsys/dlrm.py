@@ -8,6 +8,7 @@ from scalejax import optim
 from scalejax.configs.recsys import _common, _flights, _movielens, _table
 from scalejax.data import CriteoTerabyteData
 from scalejax.models.recsys import dlrm
+from scalejax.models.recsys.towers import DlrmTower, TowersConfig
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.train.experiment import Experiment, Tables
 
@@ -17,6 +18,12 @@ _MODEL = dlrm.DlrmConfig(dim=32, bottom_hidden=(64,), top_hidden=(512, 256))
 def flights() -> Experiment:
     """DLRM on the bundled New York flights; half a minute on two cores, test AUC 0.789."""
     return _flights.experiment(_MODEL)
+
+
+def flights_towers() -> Experiment:
+    """DLRM over four towers of the flights' features, which halve what leaves them."""
+    modules = (DlrmTower(dim=16),)
+    return _flights.experiment(TowersConfig(base=_MODEL, towers=_flights.TOWERS, modules=modules))
 
 
 def flights_day() -> Experiment:
@@ -57,3 +64,9 @@ def table() -> Experiment:
 def smoke() -> Experiment:
     """A few steps of a tiny DLRM."""
     return _flights.smoke(dlrm.DlrmConfig(dim=8, bottom_hidden=(16,), top_hidden=(16,)))
+
+
+def smoke_towers() -> Experiment:
+    """A few steps of a tiny DLRM over two towers."""
+    base = dlrm.DlrmConfig(dim=8, bottom_hidden=(16,), top_hidden=(16,))
+    return _flights.smoke(TowersConfig(base=base, towers=_flights.TWO_TOWERS, modules=(DlrmTower(dim=4),)))

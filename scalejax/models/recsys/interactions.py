@@ -205,18 +205,29 @@ class FmBlock(nnx.Module):
 
     def __init__(self, config: FactorizationMachine, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.fm = _FM[config.kind](config, inputs, rngs=rngs, dtypes=dtypes)
+        self.kind: FmKind = config.kind
         sizes = config.sizes(inputs)
         self.mlp = nn.Mlp(sizes, rngs=rngs, activation=config.activation, dropout_rate=config.dropout, dtypes=dtypes)
         self.fm_norm = nn.LayerNorm(sizes[0], dtypes=dtypes) if config.normalization == "layer" else None
         self.compute_dtype = dtypes.compute
 
-    def __call__(self, x: jax.Array, dense: jax.Array | None = None, *, key: jax.Array | None = None) -> jax.Array:
-        """x: compute_dtype[n, B, d] -> compute_dtype[n_F, B, d]."""
+    def __call__(
+        self,
+        x: jax.Array,
+        dense: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        present: jax.Array | None = None,
+    ) -> jax.Array:
+        """x: compute_dtype[n, B, d] -> compute_dtype[n_F, B, d]; where bool[n] `present` is false, x is zero."""
         del dense
         fm_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         f = self.fm(x, key=fm_key)  # B n k
+        if present is not None:
+            columns = present if self.kind == "plain" else jnp.ones(f.shape[2], bool)
+            present = (present[:, None] & columns[None]).reshape(-1)
         f = f.reshape(f.shape[0], -1)  # B nk
-        f = f.astype(self.compute_dtype) if self.fm_norm is None else self.fm_norm(f)
+        f = f.astype(self.compute_dtype) if self.fm_norm is None else self.fm_norm(f, present)
         return vectors(self.mlp(f, key=mlp_key), x.shape[-1])  # n_F B d
 
 

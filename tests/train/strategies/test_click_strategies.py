@@ -19,7 +19,9 @@ from scalejax import optim
 from scalejax.data import Categorical
 from scalejax.errors import UserError
 from scalejax.models.recsys.dhen import DhenConfig, EnsembleLayer
+from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.interactions import FactorizationMachine, FeatureCross, SelfAttention
+from scalejax.models.recsys.towers import DlrmTower, TowersConfig
 from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
@@ -28,6 +30,7 @@ from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPla
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.parallel.towers import Partition
 from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.batches.pipeline import Pipeline
@@ -178,6 +181,20 @@ def test_an_exchange_in_two_levels_equals_one_device(rows, extra):
     np.testing.assert_allclose(other, losses, rtol=1e-12)
     for part in ("params", "tables"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[part], state[part])
+
+
+OVER_TOWERS = TowersConfig(
+    base=DlrmConfig(dim=8, bottom_hidden=(16,), top_hidden=(16,)),
+    towers=Partition(towers=(("item",), ("hour", "shop"))),
+    modules=(DlrmTower(dim=8, mixed=1), FactorizationMachine(outputs=2, rank=2, hidden=(8,))),
+)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.default_cases("explicit FULL_SHARD")
+@pytest.mark.parametrize("strategy", [f"{form} {s}" for form in ("implicit", "explicit") for s in SHARDINGS])
+def test_towers_of_any_sharding_beside_their_tables_equal_one_device(rows, strategy):
+    compare(rows, strategy, 1, "nothing", model=OVER_TOWERS)
 
 
 def gathers(rows, sharding):

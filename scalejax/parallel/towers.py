@@ -1,0 +1,81 @@
+"""Towers: a partition of the categorical features, of which each part is looked up and interacts by itself first.
+
+Paper: L. Luo et al., "Disaggregated Multi-Tower: Topology-aware Modeling Technique for Efficient Large-Scale
+Recommendation", MLSys 2024 (arXiv 2403.00877). `planner.towers` finds partitions; `models.recsys.towers` are models.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+from scalejax import json_reading
+from scalejax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Partition:
+    """Which features each tower has.
+
+    Attributes:
+      towers: Names of features, tower after tower.
+    """
+
+    towers: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for tower in self.towers for name in tower]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        empty = [str(t) for t, tower in enumerate(self.towers) if not tower]
+        said = [] if self.towers else ["there is no tower"]
+        said += [f"tower {', '.join(empty)} is empty"] if empty else []
+        said += [f"{', '.join(twice)} appear twice"] if twice else []
+        if said:
+            raise UserError(
+                f"Partition: every feature must be in one tower, and every tower must have one; {'; '.join(said)}."
+            )
+
+    def check(self, features: Sequence[str]) -> None:
+        """Raises UserError unless these are the features of the towers."""
+        names = {name for tower in self.towers for name in tower}
+        missing = [name for name in features if name not in names]
+        unknown = sorted(names.difference(features))
+        said = [f"{', '.join(missing)} are in none"] if missing else []
+        said += [f"{', '.join(unknown)} are not in the data"] if unknown else []
+        if said:
+            raise UserError(
+                f"Partition: the towers must have the {len(features)} categorical features of the data between them; "
+                f"{'; '.join(said)}. Set model.towers, by hand or to a file that `scalejax towers RUN --save` wrote "
+                "for this data."
+            )
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> "Partition":
+        """Reads what `save` wrote.
+
+        Raises:
+          UserError: it cannot be read, or holds something else.
+        """
+        try:
+            found = json_reading.read(path)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"Partition: cannot read {path} as JSON ({error}). Give a file that `scalejax towers --save` wrote."
+            ) from error
+        return cls.from_json(found, str(path))
+
+    @classmethod
+    def from_json(cls, found: object, where: str) -> "Partition":
+        """The partition of a JSON object as `save` writes it; `where` it is from, for messages."""
+        towers = found.get("towers") if isinstance(found, dict) else None
+        if not isinstance(towers, list) or not all(
+            isinstance(tower, list) and all(isinstance(name, str) for name in tower) for tower in towers
+        ):
+            raise UserError(
+                f'Partition: {where} must be {{"towers": [[name, ...], ...]}}, as `scalejax towers --save` writes it.'
+            )
+        return cls(towers=tuple(map(tuple, towers)))
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes it as JSON."""
+        pathlib.Path(path).write_text(json.dumps({"towers": self.towers}, indent=2) + "\n")
