@@ -158,7 +158,7 @@ def test_towers_without_modules_are_the_flat_model_to_the_bit_however_features_a
     for towers in (UNEQUAL.towers, (("c2", "c1"), ("c4",), ("c0", "c3")), (schema.keys,)):
         config = TowersConfig(base=base, towers=Partition(towers=towers))
         model = config.task(schema).init(nnx.Rngs(0), nn.FLOAT32)
-        model.over = flat
+        nnx.update(model.over, nnx.state(flat))
         np.testing.assert_array_equal(call(*nnx.split(model), batch), expected)
         assert config.compression == 1
         assert config.task(schema).dense_parameters() == base.task(schema).dense_parameters()
