@@ -22,6 +22,7 @@ from scalejax.cli.commands import (
     report,
     serve,
     shard,
+    towers,
     train,
 )
 from scalejax.errors import TemporaryFailure, UserError
@@ -69,6 +70,7 @@ app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("plan")(plan.plan)
 app.command("shard")(shard.shard)
+app.command("towers")(towers.towers)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 

@@ -23,6 +23,7 @@ COMMANDS = (
     "report",
     "plan",
     "shard",
+    "towers",
     "bench",
     "doctor",
 )

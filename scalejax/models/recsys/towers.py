@@ -55,12 +55,12 @@ class TowerModule(Protocol):
 
     What `build` returns is called as an `interactions.Interaction` is, with zero vectors behind those of a smaller
     tower, and gives those of its features first.
-
-    Attributes:
-      dim: D.
     """
 
-    dim: int
+    @property
+    def dim(self) -> int:
+        """D."""
+        ...
 
     def outputs_of(self, features: int) -> int:
         """Vectors that it returns for a tower of so many features."""

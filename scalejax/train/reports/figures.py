@@ -243,6 +243,22 @@ def grid(title: str, values: np.ndarray, rows: str, columns: str) -> str:
         return _svg(figure)
 
 
+def groups(title: str, points: np.ndarray, names: Sequence[str], labels: Sequence[int] | np.ndarray) -> str:
+    """Named points [F, 2] on a plane, each in the colour and the shape of its group."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new(title)
+        for group in sorted(set(map(int, labels))):
+            x, y = points[np.asarray(labels) == group].T
+            shape = _SHAPES[group // len(COLOURS) % len(_SHAPES)]
+            axes.scatter(x, y, color=COLOURS[group % len(COLOURS)], marker=shape, s=22, label=str(group))
+        for name, point in zip(names, points, strict=True):
+            axes.annotate(name, tuple(point), xytext=(4, 3), textcoords="offset points", fontsize=7.0)
+        axes.set_aspect("equal", adjustable="datalim")
+        axes.margins(x=0.15)
+        axes.legend(loc="best")
+        return _svg(figure)
+
+
 def by_day(title: str, days: Sequence[str], values: Sequence[float], base: float | None = None) -> str:
     """A metric of each slice of progressive validation, in order."""
     with matplotlib.rc_context(_STYLE):
