@@ -74,7 +74,7 @@ class Partitioner:
         if not 1 <= self.ratio < float("inf"):
             raise UserError(f"--ratio must be at least 1 and finite; got {self.ratio}. 1 is as even as can be.")
 
-    def partition(self, names: Sequence[str], interactions: np.ndarray, costs: Sequence[float]) -> "Found":
+    def partition(self, names: Sequence[str], interactions: np.ndarray, costs: Sequence[float]) -> "FoundTowers":
         """Puts features into towers.
 
         Args:
@@ -98,7 +98,7 @@ class Partitioner:
             labels[members] = used + self._group(points[members], priced[members], towers)
             used += towers
         stride, *dealt = self._deals(len(names), self.towers)
-        return Found(
+        return FoundTowers(
             names=tuple(names),
             interactions=interactions,
             points=points,
@@ -147,7 +147,7 @@ class Partitioner:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
+class FoundTowers:
     """Features in towers, and what they could be compared with.
 
     Attributes:
@@ -200,6 +200,16 @@ class Found:
             console.print(
                 f"tower {t}: {len(tower)} features, {cost / total:.1%} of the cost ({size(cost)} an example): "
                 f"{escape(', '.join(tower))}",
+                soft_wrap=True,
+            )
+        pairs = np.triu_indices(len(self.names), 1)
+        strengths = self.interactions[pairs]
+        if len(strengths):
+            most = int(strengths.argmax())
+            a, b = (self.names[index[most]] for index in pairs)
+            console.print(
+                f"interaction of two features: median {np.median(strengths):.4f}, "
+                f"largest {strengths[most]:.4f} ({escape(a)}, {escape(b)})",
                 soft_wrap=True,
             )
         by = self.objectives()

@@ -167,7 +167,14 @@ class WukongLayer(FmBlock):
         self.residual = dhen.shortcut(n, layer.outputs, rngs=rngs, dtypes=dtypes)
         self.norm = nn.LayerNorm(config.dim, dtypes=dtypes) if layer.normalization == "layer" else None
 
-    def __call__(self, x: jax.Array, dense: jax.Array | None = None, *, key: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        dense: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        present: jax.Array | None = None,
+    ) -> jax.Array:
         """x: compute_dtype[n, B, d] -> compute_dtype[n_F + n_L, B, d]."""
-        parts = [super().__call__(x, dense, key=key), self.lcb(x)]
+        parts = [super().__call__(x, dense, key=key, present=present), self.lcb(x)]
         return dhen.join(parts, x, "concat", self.residual, self.norm)
