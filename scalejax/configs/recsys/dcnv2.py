@@ -21,7 +21,7 @@ def flights() -> Experiment:
 
 
 def flights_towers() -> Experiment:
-    """DCNv2 over four towers of the flights' features, which halve what leaves them."""
+    """DCNv2 over four towers of the flights' features, which halve what leaves them; one run: test AUC 0.799."""
     modules = (DcnTower(dim=16),)
     return _flights.experiment(TowersConfig(base=_MODEL, towers=_flights.TOWERS, modules=modules))
 

