@@ -141,7 +141,7 @@ class Partitioner:
         if self.balance == "cost":
             return [_by_cost(costs, towers, self.ratio)]
         even, most = len(costs) // towers, -(-len(costs) // towers)
-        loose = {(low, int(self.ratio * low)) for low in range(1, even + 1)}
+        loose = {(low, int(min(self.ratio * low, len(costs) - (towers - 1) * low))) for low in range(1, even + 1)}
         bounds = {(even, most)} | {(low, high) for low, high in loose if high * towers >= len(costs)}
         return [_by_count(*one) for one in sorted(bounds)]
 
@@ -176,60 +176,56 @@ class FoundTowers:
             towers[tower].append(name)
         return Partition(towers=tuple(map(tuple, towers)))
 
-    def objectives(self) -> dict[str, float]:
-        """What k-means makes small, of these towers and of the baselines (at random: the mean)."""
-        dealt = float(np.mean([spread(self.points, labels) for labels in self.random]))
-        return {"towers": self.spread, "stride": spread(self.points, self.stride), "random": dealt}
-
     @property
     def spread(self) -> float:
+        """What k-means makes small."""
         return spread(self.points, self.labels)
+
+    def compared(self, measure: Callable[[np.ndarray], float]) -> dict[str, float]:
+        """A measure of labels for these towers and for the baselines (at random: the mean)."""
+        dealt = float(np.mean([measure(labels) for labels in self.random]))
+        return {"towers": measure(self.labels), "stride": measure(self.stride), "random": dealt}
 
     def within(self, labels: np.ndarray) -> float:
         """Mean interaction of two features of one tower; 0 if no two share one."""
         together = (labels[:, None] == labels) & ~np.eye(len(labels), dtype=bool)
         return float(self.interactions[together].mean()) if together.any() else 0.0
 
+    def shares(self) -> list[float]:
+        """Of the costs, tower by tower."""
+        return (np.bincount(self.labels, self.costs) / self.costs.sum()).tolist()
+
     def render(self, console: "Console") -> None:
         """Prints towers, shares and objectives."""
-        from rich.markup import escape
-
-        total = self.costs.sum()
-        for t, tower in enumerate(self.partition.towers):
-            cost = self.costs[self.labels == t].sum()
-            console.print(
-                f"tower {t}: {len(tower)} features, {cost / total:.1%} of the cost ({size(cost)} an example): "
-                f"{escape(', '.join(tower))}",
-                soft_wrap=True,
+        lines: list[str] = []
+        for tower, share in zip(self.partition.towers, self.shares(), strict=True):
+            lines.append(
+                f"tower {len(lines)}: {len(tower)} features, {share:.1%} of the cost "
+                f"({size(share * self.costs.sum())} an example): {', '.join(tower)}"
             )
         pairs = np.triu_indices(len(self.names), 1)
-        strengths = self.interactions[pairs]
-        if len(strengths):
-            most = int(strengths.argmax())
-            a, b = (self.names[index[most]] for index in pairs)
-            console.print(
+        if len(self.names) > 1:
+            strengths = self.interactions[pairs]
+            a, b = (self.names[index[strengths.argmax()]] for index in pairs)
+            lines.append(
                 f"interaction of two features: median {np.median(strengths):.4f}, "
-                f"largest {strengths[most]:.4f} ({escape(a)}, {escape(b)})",
-                soft_wrap=True,
+                f"largest {strengths.max():.4f} ({a}, {b})"
             )
-        by = self.objectives()
-        inside = {
-            "towers": self.within(self.labels),
-            "stride": self.within(self.stride),
-            "random": float(np.mean([self.within(labels) for labels in self.random])),
-        }
-        for what, found in {"objective (spread on the plane)": by, "mean interaction inside a tower": inside}.items():
-            values = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-            console.print(f"{what}: {values}", soft_wrap=True)
+        for what, measure in {
+            "objective (spread on the plane)": lambda labels: spread(self.points, labels),
+            "mean interaction inside a tower": self.within,
+        }.items():
+            values = ", ".join(f"{name} {value:.4f}" for name, value in self.compared(measure).items())
+            lines.append(f"{what}: {values}")
+        for line in lines:
+            console.print(line, soft_wrap=True, markup=False)
 
     def to_json(self) -> dict[str, object]:
         """What `--json` writes."""
         return {
             "towers": self.partition.towers,
-            "shares": [
-                float(self.costs[self.labels == t].sum() / self.costs.sum()) for t in range(max(self.labels) + 1)
-            ],
-            "objectives": self.objectives(),
+            "shares": self.shares(),
+            "objectives": self.compared(lambda labels: spread(self.points, labels)),
             "points": {name: point.tolist() for name, point in zip(self.names, self.points, strict=True)},
             "interactions": self.interactions.tolist(),
         }

@@ -133,6 +133,11 @@ def test_sizes_may_differ_by_the_ratio_where_that_is_better():
     assert loose.spread < even.spread
 
 
+def test_any_ratio_is_bounded_by_the_features_that_there_are():
+    rows, _ = planted(0, sizes=(1, 6))
+    assert sorted(np.bincount(found(rows, ratio=1e6, towers=2).labels)) == [1, 6]
+
+
 def test_towers_of_equal_cost_may_have_other_numbers_of_features():
     rows, _ = planted(3)
     costs = np.array([20.0, *[1.0] * 17])

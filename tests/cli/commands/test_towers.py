@@ -66,9 +66,7 @@ def test_towers_of_a_run_are_what_a_model_over_towers_takes(invoke, folder, tmp_
     assert found["towers"] == towers
     assert sum(found["shares"]) == pytest.approx(1)
     assert found["objectives"]["towers"] <= min(found["objectives"].values())
-    picture = saved.with_suffix(".svg").read_text()
-    assert picture.startswith("<svg")
-    assert all(name in picture for name in ("shop", "hour", "item"))
+    assert saved.with_suffix(".svg").read_text().startswith("<svg")
 
     # The interactions are those of the rows of the checkpoint that the examples of the validation split look up.
     from scalejax.plan import towers as partitioning

@@ -287,6 +287,16 @@ def _marks(svg, colour):
     return max(0, len(re.findall(rf"<use [^>]*{colour}", svg)) - 1)
 
 
+def test_points_of_groups_have_their_names_and_colours():
+    names = ["shop", "hour", "item", "a<b"]
+    svg = figures.groups("Groups", np.arange(8.0).reshape(4, 2), names, [0, 0, 1, 9])
+    root = xml.etree.ElementTree.fromstring(svg)
+    texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert set(names) | {"Groups", "0", "1", "9"} <= {text.strip() for text in texts}
+    assert svg == figures.groups("Groups", np.arange(8.0).reshape(4, 2), names, [0, 0, 1, 9])
+    assert all(svg.count(f"fill: {colour}") for colour in figures.COLOURS[:2])
+
+
 def test_few_points_are_marked_and_many_are_a_line():
     blue, orange = figures.COLOURS[:2]
     for windows, evaluations in ((1, 1), (2, 2), (200, 3), (200, 100)):
