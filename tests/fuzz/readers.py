@@ -286,6 +286,18 @@ def _read_plan(folder: pathlib.Path) -> str:
     return _digest(ShardingPlan.load(folder / "plan.json"))
 
 
+def _write_towers(folder: pathlib.Path) -> None:
+    from scalejax.parallel.towers import Partition
+
+    Partition(towers=(("user", "country"), ("item",))).save(folder / "towers.json")
+
+
+def _read_towers(folder: pathlib.Path) -> str:
+    from scalejax.parallel.towers import Partition
+
+    return _digest(Partition.load(folder / "towers.json"))
+
+
 def _write_checkpoint(folder: pathlib.Path) -> None:
     from scalejax.parallel.embedding.stored.tracking import TableRows
     from scalejax.train.checkpoints import manifest, rows_file
@@ -330,6 +342,7 @@ READERS = {
     "safetensors": Reader(_write_safetensors, "model.safetensors", _read_safetensors),
     "shards": Reader(_write_shards, "model.safetensors.index.json", _read_safetensors),
     "plan": Reader(_write_plan, "plan.json", _read_plan),
+    "towers": Reader(_write_towers, "towers.json", _read_towers),
     "manifest": Reader(_write_checkpoint, "7/manifest.json", _read_checkpoint, checked=True),
     "rows": Reader(_write_checkpoint, "7/rows/00000.json", _read_checkpoint, checked=True),
 }

@@ -115,6 +115,7 @@ STRUCTURES: dict[str, st.SearchStrategy[bytes]] = {
     "plan": _text(
         _object(tables=st.lists(_object(table=st.just("a"), kind=st.just("row_wise"), ranks=_JSON))),
     ),
+    "towers": _text(_object(towers=st.lists(st.lists(st.sampled_from("abcd"), max_size=2), max_size=3))),
     "manifest": _text(_object(sha256=st.text(), content=_JSON)),
     "jsonl": st.lists(_text(_object(text=st.text(max_size=9))), max_size=4).map(b"\n".join),
     "edges": _LINES.map(lambda lines: _lines(lines, " ")),

@@ -51,7 +51,7 @@ def test_a_flipped_bit_is_harmless_or_refused(reader: str, bits: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", ["npz", "safetensors", "shards", "plan", "jsonl", "edges", "parquet"])
+@pytest.mark.parametrize("reader", ["npz", "safetensors", "shards", "plan", "towers", "jsonl", "edges", "parquet"])
 def test_files_of_the_right_form_are_read_or_refused(reader: str) -> None:
     fuzz(reader, "--structures", "40")
 
