@@ -3,12 +3,16 @@
 import dataclasses
 import re
 from collections.abc import Hashable
+from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.optim.schedules import Constant, Schedule
+
+Counts = Literal["one", "each"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,15 +37,28 @@ class Sgd:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam:
-    """Adam (Kingma and Ba, 2015)."""
+    """Adam (Kingma and Ba, 2015).
+
+    Attributes:
+      learning_rate: By step.
+      counts: Steps, which the correction of the bias goes by, are counted once for all parameters, or for "each" number
+        of them, which takes as much memory as a moment: for what comes later than the rest (`surgery.units`).
+    """
 
     learning_rate: Schedule = Constant(value=1e-3)
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
+    counts: Counts = "one"
+
+    def __post_init__(self) -> None:
+        check_one_of("Adam: counts", self.counts, get_args(Counts))
 
     def build(self, steps: int) -> optax.GradientTransformation:
-        return optax.adam(self.learning_rate.build(steps), b1=self.b1, b2=self.b2, eps=self.eps)
+        rate = self.learning_rate.build(steps)
+        if self.counts == "each":
+            return optax.chain(_counting_each(self.b1, self.b2, self.eps), optax.scale_by_learning_rate(rate))
+        return optax.adam(rate, b1=self.b1, b2=self.b2, eps=self.eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,17 +93,33 @@ class AdamL2:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019) on matrices; biases and norms are not decayed."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019) on matrices; biases and norms are not decayed.
+
+    Attributes:
+      learning_rate: By step.
+      counts: As of `Adam`.
+    """
 
     learning_rate: Schedule = Constant(value=1e-3)
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 1e-2
+    counts: Counts = "one"
+
+    def __post_init__(self) -> None:
+        check_one_of("AdamW: counts", self.counts, get_args(Counts))
 
     def build(self, steps: int) -> optax.GradientTransformation:
+        rate = self.learning_rate.build(steps)
+        if self.counts == "each":
+            return optax.chain(
+                _counting_each(self.b1, self.b2, self.eps),
+                optax.add_decayed_weights(self.weight_decay, _matrices),
+                optax.scale_by_learning_rate(rate),
+            )
         return optax.adamw(
-            self.learning_rate.build(steps),
+            rate,
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
@@ -158,6 +191,28 @@ class ByPath:
                 "phase that freezes what it names has to change the optimizer, too."
             )
         return found
+
+
+def _counting_each(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """optax's Adam with a count for every number, in the place of one for all."""
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+
+    def init(params: optax.Params) -> optax.ScaleByAdamState:
+        counts = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int32), params)
+        return adam.init(params)._replace(count=counts)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def update(
+        grads: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
+        del params
+        leaves, structure = jax.tree.flatten(grads)
+        parts = (jax.tree.leaves(part) for part in (state.count, state.mu, state.nu))
+        each = [adam.update(g, optax.ScaleByAdamState(*own)) for g, *own in zip(leaves, *parts, strict=True)]
+        updates, states = zip(*each, strict=True) if each else ((), ())
+        whole = [jax.tree.unflatten(structure, part) for part in (updates, *zip(*states, strict=True))]
+        return whole[0], optax.ScaleByAdamState(*whole[1:])
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 Optimizer = Sgd | Adam | AdamL2 | AdamW | ByPath

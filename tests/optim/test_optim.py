@@ -1,5 +1,7 @@
 """Optimizer and schedule configs build what their docstrings say."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,3 +176,23 @@ def test_rules_that_leave_a_parameter_out_or_mean_nothing_are_refused(paths, mes
     with pytest.raises(UserError, match=message):
         rules = tuple(optim.For(paths=one, optimizer=optim.Sgd()) for one in paths)
         optim.ByPath(rules=rules).build(4).init({"embed/weight": jnp.ones(2), "head/weight": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("config", [optim.Adam(), optim.AdamW(weight_decay=0.1)], ids=lambda c: type(c).__name__)
+def test_counts_of_each_number_are_the_count_of_all_where_all_begin_together(config):
+    rng = np.random.default_rng(0)
+    params = {"kernel": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "bias": jnp.ones(2)}
+    ends = []
+    for counts in ("one", "each"):
+        transformation = dataclasses.replace(config, counts=counts).build(10)
+        got, state = params, transformation.init(params)
+        grads = np.random.default_rng(1)
+        for _ in range(5):
+            g = {name: jnp.asarray(grads.normal(size=p.shape), jnp.float32) for name, p in got.items()}
+            updates, state = transformation.update(g, state, got)
+            got = {name: p + updates[name] for name, p in got.items()}
+        ends.append(got)
+    for name in params:
+        np.testing.assert_allclose(ends[0][name], ends[1][name], rtol=1e-6)
+    with pytest.raises(ValueError, match=rf"{type(config).__name__}: counts must be one of"):
+        dataclasses.replace(config, counts="all")

@@ -1,0 +1,378 @@
+"""Hidden units of MLPs that leave a model and come back."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from scalejax import nn, optim
+from scalejax.data.examples.schema import Categorical, Schema
+from scalejax.errors import UserError
+from scalejax.models.recsys.dcnv2 import DcnV2Config
+from scalejax.models.recsys.dhen import DhenConfig, EnsembleLayer
+from scalejax.models.recsys.dlrm import DlrmConfig
+from scalejax.models.recsys.interactions import (
+    Convolution,
+    DotProduct,
+    FactorizationMachine,
+    FeatureCross,
+    LinearCompression,
+    MlpExperts,
+    SecondMoment,
+    SelfAttention,
+)
+from scalejax.models.recsys.logistic import LogisticConfig
+from scalejax.models.recsys.stack import NarrowGroup
+from scalejax.models.recsys.wukong import WukongConfig
+from scalejax.surgery import units
+from scalejax.surgery.units import ResizeUnits
+from scalejax.train.checkpoints import manifest as manifests
+from scalejax.train.checkpoints.trained import Trained
+from scalejax.train.state import ModelShape
+
+SCHEMA = Schema(
+    categorical=tuple(Categorical(name=name, rows=20) for name in ("a", "b", "c", "d")),
+    dense=("x", "y"),
+    labels=("label",),
+)
+DLRM = DlrmConfig(dim=4, bottom_hidden=(12,), top_hidden=(16, 12))
+WUKONG = WukongConfig(
+    dim=4, layers=2, fm_outputs=3, lcb_outputs=2, rank=2, fmb_hidden=(8,), head_hidden=(12,), bottom_hidden=(8,)
+)
+EVERY_MODULE = (
+    LinearCompression(outputs=4),
+    FactorizationMachine(outputs=4, kind="attentive", rank=2, hidden=(8, 6), attention_rows=2, attention_hidden=(7,)),
+    DotProduct(outputs=4, hidden=(9,)),
+    FeatureCross(outputs=4),
+    SecondMoment(outputs=4),
+    SelfAttention(outputs=4, hidden=10),
+    Convolution(outputs=4),
+    MlpExperts(outputs=4, experts=3, hidden=(11, 5)),
+)
+DHEN = DhenConfig(
+    dim=4,
+    layers=(EnsembleLayer(modules=EVERY_MODULE, ensemble="sum"),),
+    repeats=2,
+    bottom_hidden=(6,),
+    head_hidden=(8,),
+)
+MODELS = {
+    "DLRM": DLRM,
+    "DLRM without dense features": dataclasses.replace(DLRM, bottom_hidden=()),
+    "DCNv2": DcnV2Config(dim=4, bottom_hidden=(12,), deep_hidden=(16, 12, 8)),
+    "Wukong": dataclasses.replace(WUKONG, narrow=(NarrowGroup(features=("c", "d"), dim=2, hidden=(5,)),)),
+    "Wukong, attentive": dataclasses.replace(WUKONG, fm="attentive"),
+    "DHEN": DHEN,
+}
+
+
+def built(config, seed=0):
+    return config.build(SCHEMA, nnx.Rngs(seed), nn.Dtypes("float32"))
+
+
+def params_of(config, seed=0):
+    """Parameters by path, with biases that are not zero."""
+    rng, model = np.random.default_rng(seed), built(config, seed)
+    found = {path: np.array(x) for path, x in ModelShape.of(model).split(model).items()}
+    return {p: rng.normal(size=x.shape).astype(np.float32) if p.endswith("bias") else x for p, x in found.items()}
+
+
+def batch(rows=16, seed=0):
+    rng = np.random.default_rng(seed)
+    embedded = {f: rng.normal(size=(rows, 4)).astype(np.float32) for f in SCHEMA.keys}
+    return embedded, rng.normal(size=(rows, 2)).astype(np.float32), rng.integers(2, size=(rows, 1)).astype(np.float32)
+
+
+def logits(config, params, embedded, dense):
+    shape = ModelShape.of(nnx.eval_shape(lambda: built(config)))
+    return shape.merge(params)(embedded, dense)
+
+
+def state_of(config, params, optimizer, steps=0):
+    """Arrays of a run by the names of a checkpoint, after some steps on noise."""
+    transformation = optimizer.build(10)
+    params = {path: jnp.asarray(x) for path, x in params.items()}
+    state = transformation.init(params)
+    for step in range(steps):
+        params, state = train(config, transformation, params, state, batch(seed=step))
+    return named(params, state)
+
+
+def named(params, state):
+    return {name: np.asarray(x) for name, x in manifests.named_leaves({"params": params, "optimizer": state}).items()}
+
+
+def train(config, transformation, params, state, data, masks=None):
+    """One step; where there are masks, of units that are multiplied by zero."""
+
+    def loss(params):
+        own = params if masks is None else {path: x * masks[path] for path, x in params.items()}
+        z = logits(config, own, *data[:2])
+        return optax.sigmoid_binary_cross_entropy(z, data[2]).mean()
+
+    updates, state = transformation.update(jax.grad(loss)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_the_hidden_layers_are_those_of_all_mlps_of_a_model(config):
+    model = built(config)
+    wanted = {
+        f"{'/'.join(map(str, path))}/layers/{number}": layer.kernel.shape[1]
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nn.Mlp)
+        for number, layer in enumerate(list(module.layers)[:-1])
+    }
+    found = units.hidden_layers(ModelShape.of(model).params)
+    assert {layer.name: layer.width for layer in found} == wanted
+    assert len(found) == len(wanted) > 0
+
+
+def test_the_norm_score_is_the_product_of_norms_and_knows_no_scale_of_a_relu():
+    params = params_of(DLRM)
+    (layer,) = [layer for layer in units.hidden_layers(params) if layer.name == "top/layers/0"]
+    scores = units.norm_scores(params, layer)
+    for j in range(16):
+        into, out = params["top/layers/0/kernel"][:, j], params["top/layers/1/kernel"][j]
+        np.testing.assert_allclose(scores[j], np.sqrt((into**2.0).sum() * (out**2.0).sum()), rtol=1e-6)
+    factors = np.random.default_rng(1).uniform(0.1, 10, 16).astype(np.float32)
+    other = dict(params)
+    other[layer.kernel], other[layer.bias] = params[layer.kernel] * factors, params[layer.bias] * factors
+    other[layer.out] = params[layer.out] / factors[:, None]
+    embedded, dense, _ = batch()
+    np.testing.assert_allclose(
+        logits(DLRM, other, embedded, dense), logits(DLRM, params, embedded, dense), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(units.norm_scores(other, layer), scores, rtol=1e-6)
+
+
+def test_the_taylor_score_is_the_derivative_of_the_loss_by_a_factor_on_the_unit(x64):
+    model = DLRM.build(SCHEMA, nnx.Rngs(0), nn.Dtypes(jnp.float64, jnp.float64))
+    shape = ModelShape.of(model)
+    params, (embedded, dense, labels) = shape.split(model), batch()
+    (layer,) = [layer for layer in units.hidden_layers(params) if layer.name == "top/layers/0"]
+
+    def loss(params):
+        z = shape.merge(params)(embedded, dense)
+        return optax.sigmoid_binary_cross_entropy(z, labels.astype(np.float64)).mean()
+
+    scores = units.taylor_scores(params, jax.grad(loss)(params), layer)
+    for j in range(layer.width):
+        by = [params[layer.out].at[j].multiply(1 + sign * 1e-6) for sign in (1, -1)]
+        slope = (loss({**params, layer.out: by[0]}) - loss({**params, layer.out: by[1]})) / 2e-6
+        np.testing.assert_allclose(scores[j], abs(slope), rtol=1e-5, atol=1e-10)
+
+
+def test_the_best_are_kept_in_their_order_and_of_equal_ones_the_first():
+    np.testing.assert_array_equal(units.best(np.array([1.0, 5.0, 5.0, 0.0, 5.0]), 2), [1, 2])
+    np.testing.assert_array_equal(units.best(np.array([3.0, 0.0, 1.0, 9.0]), 3), [0, 2, 3])
+
+
+HALF = {
+    "DLRM": (DLRM, dataclasses.replace(DLRM, bottom_hidden=(6,), top_hidden=(8, 6))),
+    "Wukong": (WUKONG, dataclasses.replace(WUKONG, fmb_hidden=(4,), head_hidden=(6,), bottom_hidden=(4,))),
+}
+EACH = optim.AdamW(learning_rate=optim.Constant(value=1e-2), counts="each")
+
+
+@pytest.fixture(params=HALF, scope="module")
+def halves(request):
+    """(model, its half, a state of the former after some steps, shapes of a state of the latter)."""
+    full, half = HALF[request.param]
+    return full, half, state_of(full, params_of(full), EACH, steps=3), state_of(half, params_of(half), EACH)
+
+
+def test_a_cut_takes_the_best_units_with_their_moments_and_counts(halves):
+    _, _, wide, narrow = halves
+    ResizeUnits().check([wide], narrow)
+    made = ResizeUnits().operate_state([wide], narrow)
+    assert {name: x.shape for name, x in made.items()} == {name: x.shape for name, x in narrow.items()}
+    params = {name.removeprefix("params."): x for name, x in wide.items() if name.startswith("params.")}
+    for layer in units.hidden_layers(params):
+        into, out = params[layer.kernel], params[layer.out]
+        score = [np.linalg.norm(into[:, j]) * np.linalg.norm(out[j]) for j in range(layer.width)]
+        kept = sorted(sorted(range(layer.width), key=lambda j: -score[j])[: layer.width // 2])
+        for kind in ("params", "optimizer.0.mu", "optimizer.0.nu", "optimizer.0.count"):
+            np.testing.assert_array_equal(made[f"{kind}.{layer.bias}"], wide[f"{kind}.{layer.bias}"][kept])
+    assert (
+        made["optimizer.0.count.top/layers/0/bias" if "top/layers/0/bias" in params else "optimizer.2.count"].max() == 3
+    )
+
+
+def test_a_cut_and_a_growth_that_resumes_are_the_identity(halves):
+    _, _, wide, narrow = halves
+    surgery = ResizeUnits(growth="resume")
+    made = surgery.operate_state([wide], narrow)
+    surgery.check([wide, made], wide)
+    back = surgery.operate_state([wide, made], wide)
+    assert list(back) == list(wide)
+    for name, array in wide.items():
+        np.testing.assert_array_equal(back[name], array, err_msg=name)
+        assert back[name].dtype == array.dtype
+
+
+def test_what_two_cuts_took_comes_back_as_it_was_at_each():
+    quarter = dataclasses.replace(DLRM, bottom_hidden=(3,), top_hidden=(8, 3))
+    full, half = HALF["DLRM"]
+    surgery, fresh = ResizeUnits(growth="resume"), [state_of(c, params_of(c), EACH) for c in (half, quarter)]
+    first = state_of(full, params_of(full), EACH, steps=1)
+    second = {name: x + 1 for name, x in surgery.operate_state([first], fresh[0]).items()}  # as if trained
+    third = {name: x + 1 for name, x in surgery.operate_state([second], fresh[1]).items()}
+    back = surgery.operate_state([first, second, third], first)
+    moved = {name: back[name] - first[name] for name in back}
+    values = np.round(moved["params.top/layers/0/bias"]).astype(int).tolist()
+    assert sorted(values) == [0] * 8 + [2] * 8
+    values = np.round(moved["params.bottom/layers/0/bias"]).astype(int).tolist()
+    assert sorted(values) == [0] * 6 + [1] * 3 + [2] * 3
+    # One of the states before is enough to go back to the half.
+    np.testing.assert_array_equal(
+        surgery.operate_state([first, second, third], second)["params.top/layers/0/bias"],
+        third["params.top/layers/0/bias"],
+    )
+
+
+def test_growth_keeps_the_function_and_new_units_begin_at_nothing(halves):
+    full, half, wide, narrow = halves
+    before = ResizeUnits().operate_state([wide], narrow)
+    fresh = state_of(full, params_of(full, seed=5), EACH)
+    ResizeUnits().check([before], fresh)
+    made = ResizeUnits().operate_state([before], fresh)
+    embedded, dense, _ = batch(64, seed=9)
+    small, large = (
+        {name.removeprefix("params."): jnp.asarray(x) for name, x in state.items() if name.startswith("params.")}
+        for state in (before, made)
+    )
+    np.testing.assert_allclose(
+        logits(full, large, embedded, dense), logits(half, small, embedded, dense), rtol=1e-6, atol=1e-6
+    )
+    masks = mask(large, {layer.name: np.arange(layer.width // 2) for layer in units.hidden_layers(large)})
+    np.testing.assert_array_equal(
+        logits(full, large, embedded, dense),
+        logits(full, {path: x * masks[path] for path, x in large.items()}, embedded, dense),
+    )
+    for layer in units.hidden_layers(large):
+        old = layer.width // 2
+        assert not made[f"params.{layer.out}"][old:].any()
+        came = made[f"params.{layer.kernel}"][:, old:]
+        mine = fresh[f"params.{layer.kernel}"][:, old:]
+        rows = (
+            slice(None)
+            if (previous := f"{layer.layers}/{layer.number - 1}/kernel") not in large
+            else slice(0, large[previous].shape[1] // 2)
+        )
+        np.testing.assert_array_equal(came[rows], mine[rows])
+        for kind in ("mu", "nu", "count"):
+            assert not made[f"optimizer.0.{kind}.{layer.kernel}"][:, old:].any()
+            assert not made[f"optimizer.0.{kind}.{layer.out}"][old:].any()
+    assert made["optimizer.2.count"] == 3
+
+
+def mask(params, kept):
+    """Ones where a parameter belongs to kept units alone, else zeros."""
+    ones = {path: np.ones(x.shape, np.float32) for path, x in params.items()}
+    zeros = {path: np.zeros(x.shape, np.float32) for path, x in params.items()}
+    return units.put(units.cut(ones, kept), kept, zeros)
+
+
+def test_steps_with_masked_units_are_the_steps_of_the_model_without_them(halves):
+    full, half, _, _ = halves
+    params = {path: jnp.asarray(x) for path, x in params_of(full).items()}
+    kept = {
+        layer.name: units.best(units.norm_scores(params, layer), layer.width // 2)
+        for layer in units.hidden_layers(params)
+    }
+    masks, transformation = mask(params, kept), EACH.build(10)
+    state = transformation.init(params)
+    small = {path: jnp.asarray(x) for path, x in units.cut(params, kept).items()}
+    small_state = transformation.init(small)
+    for step in range(5):
+        params, state = train(full, transformation, params, state, batch(seed=step), masks)
+        small, small_state = train(half, transformation, small, small_state, batch(seed=step))
+    gathered = units.cut(named(params, state), kept)
+    for name, array in named(small, small_state).items():
+        np.testing.assert_allclose(gathered[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+    moved = max(np.abs(small[path] - units.cut(params_of(full), kept)[path]).max() for path in small)
+    assert moved > 1e-2
+
+
+def test_new_units_have_a_bias_correction_of_their_own():
+    """Against Adam in NumPy, of numbers of which some begin after three steps and some come back after a rest."""
+    rng, transformation = np.random.default_rng(0), dataclasses.replace(EACH, weight_decay=0.0).build(20)
+    path = "mlp/layers/0/bias"
+    names = {"mlp/layers/0/kernel": (3, 4), path: (4,), "mlp/layers/1/kernel": (4, 2), "mlp/layers/1/bias": (2,)}
+
+    def drawn(width):
+        cut = lambda shape: tuple(width if n == 4 else n for n in shape)  # noqa: E731
+        return {name: jnp.asarray(rng.normal(size=cut(shape)), jnp.float32) for name, shape in names.items()}
+
+    params = {name: x[:2] if name == path else x for name, x in drawn(2).items()}
+    state = transformation.init(params)
+    want = np.asarray(params[path], np.float64)
+    m, v, t = np.zeros(4), np.zeros(4), np.zeros(4)
+
+    def step(params, state, want, width):
+        grads = drawn(width)
+        g = np.asarray(grads[path], np.float64)
+        own = slice(0, width)
+        t[own] += 1
+        m[own] = 0.9 * m[own] + 0.1 * g
+        v[own] = 0.999 * v[own] + 0.001 * g**2
+        want = want - 1e-2 * (m[own] / (1 - 0.9 ** t[own])) / (np.sqrt(v[own] / (1 - 0.999 ** t[own])) + 1e-8)
+        updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, want
+
+    for _ in range(3):
+        params, state, want = step(params, state, want, 2)
+    wide = drawn(4)
+    fresh = named(wide, transformation.init(wide))
+    made = ResizeUnits().operate_state([named(params, state)], fresh)
+    want = np.concatenate([want, np.asarray(made[f"params.{path}"][2:], np.float64)])
+    structure = jax.tree.structure({"params": wide, "optimizer": transformation.init(wide)})
+    tree = jax.tree.unflatten(structure, [jnp.asarray(made[name]) for name in fresh])
+    params, state = tree["params"], tree["optimizer"]
+    for _ in range(4):
+        params, state, want = step(params, state, want, 4)
+    np.testing.assert_array_equal(t, [7, 7, 4, 4])
+    np.testing.assert_allclose(params[path], want, rtol=1e-5, atol=1e-6)
+
+
+def trained(config, seed=0):
+    return Trained(params=params_of(config, seed), step=3, origin="a test")
+
+
+def test_a_model_is_cut_and_grown_outside_of_a_run():
+    full, half = HALF["DLRM"]
+    cut = ResizeUnits().operate(trained(full), trained(half, 1))
+    embedded, dense, _ = batch()
+    back = ResizeUnits().operate(cut, trained(full, 2))
+    np.testing.assert_allclose(
+        logits(full, back.params, embedded, dense), logits(half, cut.params, embedded, dense), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_mistakes_are_named():
+    full, half = HALF["DLRM"]
+    deeper = dataclasses.replace(half, top_hidden=(8, 6, 6))
+    other = dataclasses.replace(half, dim=8)
+    logistic = LogisticConfig()
+    for config, surgery, message in (
+        (full, ResizeUnits(), r"as wide as the one before in all of its 3 hidden layers\. Change a width"),
+        (deeper, ResizeUnits(), r"only one of the two models has the hidden layers top/layers/2\. Change widths alone"),
+        (other, ResizeUnits(), r"params\.bottom/layers/1/bias is \[8\] .* and \[4\] in the one before"),
+        (logistic, ResizeUnits(), r"has no MLP with a hidden layer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            surgery.operate(trained(full), trained(config))
+    with pytest.raises(UserError, match=r"no state before has had the widths of the model to be .*growth='zero'"):
+        ResizeUnits(growth="resume").operate(trained(half), trained(full))
+    with pytest.raises(ValueError, match="ResizeUnits: growth must be one of"):
+        ResizeUnits(growth="again")  # pyright: ignore[reportArgumentType]
+    one = dataclasses.replace(EACH, counts="one")
+    states = [state_of(config, params_of(config), one) for config in (half, full)]
+    with pytest.raises(UserError, match=r"counts its steps once .*'bottom/layers/0' .*--set optimizer\.counts=each"):
+        ResizeUnits().check(states[:1], states[1])
+    ResizeUnits().check(states[1:], states[0])  # to cut they need no counts of their own
