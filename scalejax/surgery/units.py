@@ -18,25 +18,20 @@ Paper: X. Du et al., "Alternate Model Growth and Pruning for Efficient Training 
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
 from scalejax.errors import UserError, check_one_of
 from scalejax.train.checkpoints.array_store import AnyArray
+from scalejax.train.checkpoints.manifest import Shaped
 from scalejax.train.checkpoints.trained import Trained
 
 Growth = Literal["zero", "resume"]
+State = TypeVar("State", bound=Mapping[str, Shaped])
 
 _LINEAR = re.compile(r"(.*\blayers)/(\d+)/(kernel|bias)")
 _PARAMS = "params."
-
-
-class Shaped(Protocol):
-    """An array, or the shape of one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,11 +204,6 @@ class ResizeUnits:
                 f"surgery.units: only one of the two models has the hidden layers {others}. Change widths alone; the "
                 "number of layers stays."
             )
-        if before == now:
-            raise UserError(
-                "surgery.units: the model to be is as wide as the one before in all of its "
-                f"{len(now)} hidden layers. Change a width of the model in this phase, or leave the surgery out."
-            )
         for name, new in fresh.items():
             old, wanted = history[-1].get(name), list(new.shape)
             same = [] if old is None else list(old.shape)
@@ -226,6 +216,11 @@ class ResizeUnits:
                     f"surgery.units: {name} is {wanted} in the model to be and {was} in the one before, which is no "
                     "matter of hidden units. Change widths of hidden layers alone."
                 )
+        if before == now:
+            raise UserError(
+                "surgery.units: the model to be is as wide as the one before in all of its "
+                f"{len(now)} hidden layers. Change a width of the model in this phase, or leave the surgery out."
+            )
         grows = [layer for layer in hidden_layers(_params(fresh)) if layer.width > before[layer.name]]
         if grows and self.growth == "resume" and not any(self._undone(history, now)):
             raise UserError(
@@ -261,9 +256,7 @@ class ResizeUnits:
                 array[len(kept[layer]) :] = 0
         return made
 
-    def _undone(
-        self, history: Sequence[Mapping[str, AnyArray]], widths: Mapping[str, int]
-    ) -> Iterator[Mapping[str, AnyArray]]:
+    def _undone(self, history: Sequence[State], widths: Mapping[str, int]) -> Iterator[State]:
         """The states before each cut, from the newest, back to one of these widths; nothing if there is none."""
         found, current = [], _widths(history[-1])
         for state in reversed(history[:-1]):

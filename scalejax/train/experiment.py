@@ -6,7 +6,7 @@ No default depends on the model: what all recipes of a family share stands in `c
 import dataclasses
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from scalejax import optim
@@ -29,6 +29,8 @@ from scalejax.train.trackers.trackio import Trackio
 from scalejax.train.trackers.wandb import Wandb
 
 if TYPE_CHECKING:
+    from scalejax.train.checkpoints.array_store import AnyArray
+    from scalejax.train.checkpoints.manifest import Shaped
     from scalejax.train.checkpoints.trained import Trained
 
 ComputeDtype = Literal["platform", "float32", "bfloat16", "float16", "float64"]
@@ -237,6 +239,39 @@ class Surgery(Protocol):
         ...
 
 
+@runtime_checkable
+class StatefulSurgery(Surgery, Protocol):
+    """A surgery of a phase in which the optimizer, its schedule, averages and tables go on.
+
+    It also makes the dense part of the state of the run: parameters, averages and what the optimizer knows, as arrays
+    by the names that they have in a checkpoint, "params.PATH", "optimizer.0.mu.PATH" and so on.
+    """
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether it reads more than the newest state: then checkpoints at the ends of phases are kept for it."""
+        ...
+
+    def check(self, history: "Sequence[Mapping[str, Shaped]]", fresh: "Mapping[str, Shaped]") -> None:
+        """Raises UserError if `operate_state` could not do it; called before anything is trained."""
+        ...
+
+    def operate_state(
+        self, history: "Sequence[Mapping[str, AnyArray]]", fresh: "Mapping[str, AnyArray]"
+    ) -> "Mapping[str, AnyArray]":
+        """The state to go on with.
+
+        Args:
+          history: At the end of each phase so far; the last is the newest. Arrays are read when they are indexed; only
+            with `reads_history` may those before the newest be.
+          fresh: As it is drawn at the beginning of a run, with another seed in every phase.
+
+        Returns:
+          Arrays with the names and shapes of `fresh`.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Init:
     """What the parameters of a run begin with.
@@ -262,8 +297,9 @@ class Phase:
     """A stretch of a run that follows what comes before, in the same run folder.
 
     Steps, examples and random numbers go on. The optimizer goes on too, and its schedule, which is then as long as all
-    phases that share it, unless the phase changes the optimizer, the trained parameters or, by a surgery, the model:
-    then both begin anew. Tables keep the state of their optimizer unless a surgery or another optimizer changes them.
+    phases that share it, unless the phase changes the optimizer, the trained parameters or, by a surgery that is no
+    `StatefulSurgery`, the model: then both begin anew. Tables keep the state of their optimizer unless such a surgery
+    or another optimizer changes them.
     A phase with other data begins with their first example.
 
     Attributes:

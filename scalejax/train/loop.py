@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import datetime
 import inspect
+import itertools
 import pathlib
 import time
 from collections.abc import Mapping
@@ -118,11 +119,13 @@ def train(
             progress.begin(experiment.total_steps, start or 0),
         ):
             records = Records(checkpoints, events, timer, progress)
+            spent: list[dict[str, Any]] = [timer.totals()]
             run.attach(records)
             if start is not None and unscored and run.scores_at(start):
                 with timer.phase("evaluation"):
                     host = run.evaluate(state, host, start, saved=True)
             state, host = _steps(run, records, state, host, start or 0, preemption)
+            spent.append({"phase": run.phase.name, **timer.totals()})
             for following in later:
                 # Otherwise the states of two phases would be in memory at once.
                 del state
@@ -132,7 +135,10 @@ def train(
                     state, host = _state_of(run, runs, checkpoints, run.phase.start, console)
                 run.attach(records)
                 state, host = _steps(run, records, state, host, run.phase.start, preemption)
+                spent.append({"phase": run.phase.name, **timer.totals()})
             closing = run.close(state, host)
+            if len(runs) > 1:
+                closing["phases"] = [_difference(*two) for two in itertools.pairwise(spent)]
             closing |= _what_ran(run, recipe, environment)
             if damaged := checkpoints.damaged():
                 closing["damaged_checkpoints"] = ", ".join(damaged)
@@ -143,6 +149,11 @@ def train(
                 for svg, name, _ in files.predictions:
                     events.picture(int(state.step), name, svg)
     return closing | {"run_folder": str(folder.path)}
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What a phase took, of what all had taken before and after it."""
+    return {name: x if name == "phase" else x - before.get(name, 0) for name, x in after.items()}
 
 
 def _trackers(experiment: Experiment) -> list[Tracker]:
@@ -164,9 +175,13 @@ def _bind(experiment: Experiment, console: Console | None) -> list[Run]:
         data = built[0] if built else _build_data(own, console)
         wanted = {"evaluation.split": own.evaluation.split, "evaluation.final_split": own.evaluation.final_split}
         _check_splits(data, wanted)
-        run = Run.bind(own, data, make_mesh(own.placement.mesh), phase)
+        # Phases that are alike but in their place share what is compiled.
+        like = [
+            run.program for run in runs if run.experiment == own and run.phase.optimizer_from == phase.optimizer_from
+        ]
+        run = Run(like[0], data, phase) if like else Run.bind(own, data, make_mesh(own.placement.mesh), phase)
         if runs:
-            run.kept(runs[-1])
+            run.kept(runs[-1], runs[:-1])
         runs.append(run)
     return runs
 
@@ -181,7 +196,7 @@ def _state_of(
         state = run.begin()
     elif number and start == run.phase.start:
         _become(checkpoints, runs[number - 1])
-        state = run.follow(runs[number - 1], checkpoints)
+        state = run.follow(runs[number - 1], checkpoints, runs[: number - 1])
         _become(checkpoints, run)
     else:
         _become(checkpoints, run)
@@ -257,7 +272,7 @@ def _become(checkpoints: Checkpointer, run: Run) -> None:
     """From here on the checkpoints are those of this phase."""
     policy = dataclasses.replace(run.experiment.checkpoints, best_metric=run.best.name)
     better = "high" if run.best.better == "high" else "low"
-    checkpoints.become(policy, run.identity(), better=better, frozen=run.frozen)
+    checkpoints.become(policy, run.identity(), better=better, frozen=run.frozen, pinned=run.phase.pinned)
 
 
 def _steps(

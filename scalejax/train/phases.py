@@ -7,12 +7,13 @@ later one begins from it, whether the run goes on or is started again.
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from scalejax.errors import UserError
 from scalejax.train import distributed
 from scalejax.train.checkpoints.checkpoint import listed
-from scalejax.train.experiment import Experiment, Phase, Surgery
+from scalejax.train.experiment import Experiment, Phase, StatefulSurgery, Surgery
 
 _OPTIMIZED = ("optimizer", "trainable", "gradients.loss_scaling")
 """Fields with which the state of the optimizer begins anew."""
@@ -37,6 +38,8 @@ class ResolvedPhase:
       optimizer_from: Step at which the optimizer and its schedules began.
       scores_from: Step from which scores can be compared: of one model, on the same data.
       surgery: What makes the model of this phase.
+      pinned: Steps whose checkpoints this phase or a later one reads at its beginning, which are kept until its end.
+      schedule: All phases of a run whose surgeries keep its optimizer, as a text; it goes on with no other. "" = none.
     """
 
     name: str
@@ -46,6 +49,8 @@ class ResolvedPhase:
     optimizer_from: int
     scores_from: int
     surgery: Surgery | None = None
+    pinned: frozenset[int] = frozenset()
+    schedule: str = ""
 
     @property
     def keeps_optimizer(self) -> bool:
@@ -69,8 +74,11 @@ def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
     for phase in experiment.phases:
         before, current = current, _changed(current, phase)
         anew, other = (
-            phase.surgery is not None or any(_get(before, path) != _get(current, path) for path in paths)
-            for paths in (_OPTIMIZED, _SCORED)
+            lost or any(_get(before, path) != _get(current, path) for path in paths)
+            for lost, paths in (
+                (phase.surgery is not None and not isinstance(phase.surgery, StatefulSurgery), _OPTIMIZED),
+                (phase.surgery is not None, _SCORED),
+            )
         )
         start = found[-1].stop
         found.append(
@@ -85,13 +93,26 @@ def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
             )
         )
     ends = {phase.optimizer_from: phase.stop for phase in found}
+    stateful = [number for number, phase in enumerate(found) if isinstance(phase.surgery, StatefulSurgery)]
+    schedule = "; ".join(f"{phase.stop - phase.start} steps {phase.name}".strip() for phase in found)
     return tuple(
         dataclasses.replace(
             phase,
             experiment=dataclasses.replace(phase.experiment, steps=ends[phase.optimizer_from] - phase.optimizer_from),
+            pinned=frozenset(step for later in stateful if later >= number for step in _read_by(found, later)),
+            schedule=schedule if stateful else "",
         )
-        for phase in found
+        for number, phase in enumerate(found)
     )
+
+
+def _read_by(found: Sequence[ResolvedPhase], number: int) -> list[int]:
+    """Ends of the phases before, back to the last with this model, where a surgery reads what was there."""
+    phase = found[number]
+    if not (isinstance(phase.surgery, StatefulSurgery) and phase.surgery.reads_history):
+        return []
+    same = [n for n in range(number) if found[n].experiment.model == phase.experiment.model]
+    return [one.stop for one in found[same[-1] : number]] if same else []
 
 
 def experiment_at(experiment: Experiment, run_folder: pathlib.Path, step: int | None = None) -> Experiment:

@@ -291,20 +291,35 @@ class Program:
             key=everywhere(key),
         )
 
-    def init(self, tables: EmbeddingCollection | Tiers | None = None) -> TrainState:
+    def init(self, tables: EmbeddingCollection | Tiers | None = None, redraw: int = 0) -> TrainState:
         """A fresh state, equal for equal seeds on every mesh; no device ever holds what it does not keep.
 
         Args:
           tables: What draws the embedding tables; None = the collection.
+          redraw: Another number draws other parameters.
 
         Raises:
           UserError: jax is set up so that random numbers depend on the sharding, or tables do not fit.
         """
+        state = self.init_dense(redraw)
+        if self.collection is None:
+            return state
+        # 0 and 1 of the same seed are those of the model and of the steps (`create`), and 3 that of evaluations.
+        key = jax.random.fold_in(jax.random.key(self.experiment.seed), 2)
+        return dataclasses.replace(state, tables=(tables or self.collection).init(key))
+
+    def init_dense(self, redraw: int = 0) -> TrainState:
+        """As `init`, without embedding tables."""
         fsdp.check_random()
+        key = jax.random.key(self.experiment.seed)
+        return self._create(jax.random.fold_in(key, 4 + redraw) if redraw else key)
+
+    @functools.cached_property
+    def _create(self) -> Callable[[jax.Array], TrainState]:
+        """jitted key -> a fresh state without tables."""
         exchanged = self.gradients(1)
 
-        def create() -> TrainState:
-            key = jax.random.key(self.experiment.seed)
+        def create(key: jax.Array) -> TrainState:
             model = init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment.precision, self.mesh)
             params, variables = self.model.split(model), self.model.variables_of(model)
             if isinstance(self.experiment.strategy, Ddp) and jax.process_count() > 1:
@@ -325,13 +340,7 @@ class Program:
             )
             return self._moved(state, offload.put_back)
 
-        shardings = dataclasses.replace(self.state_shardings, tables={})
-        state = jax.jit(create, out_shardings=shardings)()
-        if self.collection is None:
-            return state
-        # 0 and 1 of the same seed are those of the model and of the steps (`create`), and 3 that of evaluations.
-        key = jax.random.fold_in(jax.random.key(self.experiment.seed), 2)
-        return dataclasses.replace(state, tables=(tables or self.collection).init(key))
+        return jax.jit(create, out_shardings=dataclasses.replace(self.state_shardings, tables={}))
 
     def _zeros(self) -> dict[str, object]:
         return {"steps": step_sums.zeros(), **{name: metric.zeros() for name, metric in self.metrics.items()}}
@@ -348,6 +357,11 @@ class Program:
     @functools.cached_property
     def _zero_metrics(self) -> Callable[[], dict[str, object]]:
         return jax.jit(self._zeros, out_shardings=self.state_shardings.metrics)
+
+    @functools.cached_property
+    def on_all(self) -> Callable[[jax.Array], jax.Array]:
+        """jitted array -> the same, whole on every device."""
+        return jax.jit(lambda x: x, out_shardings=self.replicated)
 
     def _offloads(self, what: Literal["optimizer", "parameters"]) -> bool:
         return what in self.experiment.placement.offload.split(" and ")

@@ -118,13 +118,18 @@ class Checkpointer:
         *,
         better: Literal["low", "high"] = "low",
         frozen: frozenset[str] = frozenset(),
+        pinned: frozenset[int] = frozenset(),
     ) -> None:
-        """From here on the checkpoints are those of another phase, see `__init__`; the next one is a full one."""
+        """From here on the checkpoints are those of another phase, see `__init__`; the next one is a full one.
+
+        Those of the steps `pinned` are kept whatever the policy says.
+        """
         self.wait()
         self._policy = policy
         self._better: Literal["low", "high"] = better
         self._identity = dict(identity)
         self._frozen, self._frozen_at = frozen, None
+        self._pinned = pinned
         self._base = None
 
     def __enter__(self) -> "Checkpointer":
@@ -599,7 +604,7 @@ class Checkpointer:
         compared = {step: read.identity.get("scores_from") == since for step, read in found.items()}
         scores = {step: (read.metrics or {}).get(best) if compared[step] else None for step, read in found.items()}
         scores |= dict.fromkeys(unread)
-        kept = retained(scores, self._policy, self._better)
+        kept = retained(scores, self._policy, self._better) | (scores.keys() & self._pinned)
         kept |= {step for step, error in unread.items() if not isinstance(error, Damaged)}
         kept = chain.with_bases(kept, {step: bases.get(step) for step in scores})
         newest_unread = max(unread.keys() & kept, default=-1)

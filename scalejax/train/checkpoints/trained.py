@@ -124,6 +124,26 @@ def open_checkpoints(folder: pathlib.Path, step: int | None = None, average: int
     return dataclasses.replace(found, params=params, checkpoints=tuple(one.folder for one in averaged), origin=origin)
 
 
+def open_dense(path: pathlib.Path, step: int) -> dict[str, LazyArray]:
+    """Parameters, averages and what the optimizer knew at a step of a run, by the names of the checkpoint.
+
+    Raises:
+      UserError: as `open_run`.
+    """
+    folder = path / _CHECKPOINTS
+    _existing(folder, step, 1)
+    try:
+        one = Checkpoint.read(folder / str(step))
+        part = (jax.process_index(), jax.process_count())
+        distributed.together(lambda: checkpoint.check_files(folder, [one.manifest], part))
+        frozen = one.frozen()
+    except Damaged as damage:
+        raise UserError(f"checkpoint {folder / str(step)}: {damage}. Bring the file back from a copy.") from damage
+    return {
+        name: x for own in (one, frozen) if own for name, x in own.whole((_PARAMS, _AVERAGES, "optimizer.")).items()
+    }
+
+
 def write_run(path: pathlib.Path, trained: Trained) -> None:
     """Writes a run folder with one checkpoint, from which `open_run` gives the same bits.
 
@@ -232,8 +252,8 @@ class Checkpoint:
             return None
         return Checkpoint(self.folder.parent / said.folder, said.read(self.folder.parent), said.digest)
 
-    def whole(self) -> dict[str, LazyArray]:
-        """Name -> array that is here in full."""
+    def whole(self, parts: tuple[str, ...] = (_PARAMS, _VARIABLES, _AVERAGES, _TABLES)) -> dict[str, LazyArray]:
+        """Name -> array that is here in full, of those whose names begin with one of `parts`."""
         delta, frozen = chain.delta_of(self.manifest), manifests.Frozen.of(self.manifest)
         known = self.manifest.arrays
         elsewhere = set() if frozen is None else set(frozen.names)
@@ -242,7 +262,7 @@ class Checkpoint:
                 self.folder / _ARRAYS, name, tuple(known[name]["shape"]), jnp.dtype(known[name]["dtype"])
             )
             for name in (known if delta is None else delta.whole)
-            if name.startswith((_PARAMS, _VARIABLES, _AVERAGES, _TABLES)) and name not in elsewhere
+            if name.startswith(parts) and name not in elsewhere
         }
 
 

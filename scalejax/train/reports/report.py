@@ -197,6 +197,19 @@ def _results(run: RunFiles) -> Iterator[str]:
     speed = summaries.speed(run.summary)
     if speed:
         yield page.card("work, speed and memory", page.table([], [[name, (value, "n")] for name, value in speed]))
+    parts: Any = run.summary.get("phases")
+    if parts:
+        head = ["phase", ("steps", "n"), ("TFLOP", "n"), ("training", "n"), ("compilation", "n")]
+        rows = [
+            [
+                part["phase"] or "first",
+                (f"{part['steps']:,}", "n"),
+                (f"{part['flops'] / 1e12:.4g}" if "flops" in part else "", "n"),
+                *((summaries.duration(part[name]) or "", "n") for name in ("train_s", "compile_s")),
+            ]
+            for part in parts
+        ]
+        yield page.card("phases, as the last process ran them", page.table(head, rows))
 
 
 def _curves(run: RunFiles) -> Iterator[str]:

@@ -5,6 +5,8 @@
     steps, examples                                   how much was trained
     weight                                            sum of weights; of a language model the targets it learnt from
     samples_per_s, step_p50_s, step_p95_s, data_wait_share, compile_s, wall_s, ...      see `timing.StepTimer.summary`
+    phases                                            of a run in phases: steps, train_s, compile_s, samples and flops
+                                                      of each, as far as this process ran it
     peak_rss_bytes, peak_device_bytes                 see `timing.peak_memory`
     tokens_per_s, tokens_per_s_per_device, tflops_per_s_per_device, mfu     of a language model, see `run`
     <split>_<metric>                                  quality; split is train, val, test or progressive

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -27,9 +28,10 @@ from scalejax.train.batches.convert import prefetch
 from scalejax.train.batches.pipeline import Pipeline
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
+from scalejax.train.checkpoints.array_store import AnyArray, LazyArray
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.checkpoints.manifest import HostRecord
-from scalejax.train.experiment import Experiment, Init
+from scalejax.train.experiment import Experiment, Init, StatefulSurgery
 from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics import sums as metric_sums
 from scalejax.train.phases import ResolvedPhase
@@ -144,6 +146,8 @@ class Run:
             identity["phase"] = self.phase.name
         if self.phase.scores_from:
             identity["scores_from"] = str(self.phase.scores_from)
+        if self.phase.schedule:
+            identity["schedule"] = self.phase.schedule
         return identity
 
     @property
@@ -167,44 +171,91 @@ class Run:
             state = run_state.with_model(self.program, self.tables, state, source, init.surgery, where)
         return state, HostState()
 
-    def follow(self, before: "Run", checkpoints: Checkpointer) -> tuple[TrainState, HostState]:
+    def follow(
+        self, before: "Run", checkpoints: Checkpointer, earlier: "Sequence[Run]" = ()
+    ) -> tuple[TrainState, HostState]:
         """State and what the host knows at the beginning of this phase, of what the phase before saved last.
+
+        Args:
+          before: The phase before.
+          checkpoints: Those of the run, as `before` saves them.
+          earlier: The phases before that one.
 
         Raises:
           UserError: the model of the phase before does not fit this one.
         """
-        phase, kept = self.phase, self.kept(before)
-        state = self.program.init(self.tables)
-        where, tables_go_on = f"phases: {phase.name!r}", any(name.startswith("tables.") for name in kept)
-        if phase.surgery is not None or (self.program.collection is not None and not tables_go_on):
-            checkpoints.wait()
-            source = trained.open_run(checkpoints.folder.parent, phase.start)
-            if phase.surgery is not None:
-                state = run_state.with_model(self.program, self.tables, state, source, phase.surgery, where)
-            elif self.tables is not None:
-                state = run_state.with_rows(self.program, self.tables, state, source, where)
-        stored = self.to_stored(state)
+        phase, kept = self.phase, self.kept(before, earlier)
+        stateful = phase.surgery if isinstance(phase.surgery, StatefulSurgery) else None
+        stateless = None if stateful else phase.surgery
+        where, redraw = f"phases: {phase.name!r}", phase.start if stateful else 0
+        if any(name.startswith("tables.") for name in kept):  # no tables are drawn that nobody will see
+            stored: StoredState = {
+                **states.to_stored(self.program.init_dense(redraw)),
+                "tables": self.abstract_stored().get("tables", {}),
+            }
+        else:
+            state = self.program.init(self.tables, redraw)
+            if stateless is not None or self.tables is not None:
+                checkpoints.wait()
+                source = trained.open_run(checkpoints.folder.parent, phase.start)
+                if stateless is not None:
+                    state = run_state.with_model(self.program, self.tables, state, source, stateless, where)
+                elif self.tables is not None:
+                    state = run_state.with_rows(self.program, self.tables, state, source, where)
+            stored = self.to_stored(state)
+            del state
         structure, leaves = jax.tree.structure(stored), manifests.named_leaves(stored)
-        del state, stored
+        del stored
+        made: set[str] = set()
+        if stateful is not None:
+            checkpoints.wait()
+            fresh = {name: leaves[name] for name in self._operated(leaves, before)}
+            history = [self._dense_at(run, checkpoints.folder.parent) for run in (*earlier, before)]
+            arrays = stateful.operate_state(history, run_state.on_host(self.program, fresh))
+            leaves |= run_state.placed(arrays, fresh)
+            made.update(fresh)
         for name in kept:  # let go before its successor is read
             leaves[name] = None
         arrays, saved = checkpoints.read(phase.start, kept)
         leaves |= self._resize(arrays)
         for average in self.experiment.averages:
             for path in self.program.trained:
-                if (name := f"averages.{average.name}.{path}") not in kept:
+                if (name := f"averages.{average.name}.{path}") not in kept and name not in made:
                     # Not the same buffer: a step donates both.
                     leaves[name] = jax.device_put(leaves[f"params.{path}"], leaves[name].sharding, may_alias=False)
         return self.from_stored(jax.tree.unflatten(structure, leaves.values())), self._host_after(before, saved)
 
-    def kept(self, before: "Run") -> dict[str, jax.ShapeDtypeStruct]:
+    def _operated(self, names: Iterable[str], before: "Run") -> list[str]:
+        """Names of what a `StatefulSurgery` makes of what the phase before had."""
+        parts = ("params.", "averages.", *(("optimizer.",) if self.phase.keeps_optimizer else ()))
+        earlier = manifests.named_leaves(before.abstract_stored())
+        return [n for n in names if n.startswith(parts) and (n in earlier or not n.startswith("averages."))]
+
+    def _dense_at(self, run: "Run", folder: pathlib.Path) -> dict[str, AnyArray]:
+        """The dense part of the state at the end of a phase; its checkpoint is opened when an array is indexed."""
+        opened = functools.cache(lambda: trained.open_dense(folder, run.phase.stop))
+        return {
+            name: LazyArray(x.shape, x.dtype, lambda index, name=name: opened()[name][index])
+            for name, x in manifests.named_leaves(run.abstract_stored()).items()
+            if name.startswith(("params.", "averages.", "optimizer."))
+        }
+
+    def kept(self, before: "Run", earlier: "Sequence[Run]" = ()) -> dict[str, jax.ShapeDtypeStruct]:
         """What of the stored state is that of the phase before, by name, as shapes, dtypes and shardings here.
+
+        Args:
+          before: The phase before.
+          earlier: The phases before that one.
 
         Raises:
           UserError: this phase has another model and no surgery that makes it.
         """
         phase, now = self.phase, manifests.named_leaves(self.abstract_stored())
-        earlier = {name: manifests.describe(x) for name, x in manifests.named_leaves(before.abstract_stored()).items()}
+        if isinstance(phase.surgery, StatefulSurgery):
+            history = [manifests.named_leaves(run.abstract_stored()) for run in (*earlier, before)]
+            phase.surgery.check(history, {name: now[name] for name in self._operated(now, before)})
+        there = {name: manifests.describe(x) for name, x in manifests.named_leaves(before.abstract_stored()).items()}
+        stateful = isinstance(phase.surgery, StatefulSurgery)
         same_rows = type(self.experiment.tables.optimizer) is type(before.experiment.tables.optimizer)
         same_exchange = phase.keeps_optimizer and self.experiment.strategy == before.experiment.strategy
 
@@ -212,21 +263,23 @@ class Run:
             part, _, rest = name.partition(".")
             if part in ("step", "key"):
                 return True
+            if stateful and part in ("params", "averages", "optimizer", "exchange"):
+                return False
             if part in ("optimizer", "loss_scale"):
                 return phase.keeps_optimizer
             if part == "exchange":
-                return same_exchange and name in earlier
-            if part == "metrics" or phase.surgery is not None:
+                return same_exchange and name in there
+            if part == "metrics" or (phase.surgery is not None and not stateful):
                 return False
             if part == "averages":
-                return name in earlier
+                return name in there
             if part == "variables" and self.program.model.variable_specs[rest] != P():  # rows of a batch
-                return self.data is before.data and earlier.get(name) == manifests.describe(now[name])
+                return self.data is before.data and there.get(name) == manifests.describe(now[name])
             return same_rows or part != "tables"
 
-        now |= run_state.resized(self.program, {name: tuple(x["shape"]) for name, x in earlier.items()})
+        now |= run_state.resized(self.program, {name: tuple(x["shape"]) for name, x in there.items()})
         kept = {name: leaf for name, leaf in now.items() if stays(name)}
-        differences = manifests.describe_mismatch(kept, {name: earlier[name] for name in kept if name in earlier})
+        differences = manifests.describe_mismatch(kept, {name: there[name] for name in kept if name in there})
         if phase.surgery is None:
             differences = [
                 *manifests.differences(before.program.task.identity(), self.program.task.identity()),

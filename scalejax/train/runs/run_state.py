@@ -206,17 +206,16 @@ def tables_of(program: Program, tables: AnyTables, source: Trained, rest: stored
     return tables.from_stored(tree)
 
 
+def on_host(program: Program, arrays: Mapping[str, jax.Array]) -> dict[str, AnyArray]:
+    """Arrays of which each is brought to the host when it is indexed, and stays there."""
+    # Every process does this, in the same order: a surgery reads alike on all of them.
+    read = functools.cache(lambda path: np.asarray(program.on_all(offload.fetch(arrays[path], arrays[path].sharding))))
+    return {path: LazyArray(x.shape, x.dtype, lambda index, path=path: read(path)[index]) for path, x in arrays.items()}
+
+
 def as_trained(program: Program, tables: AnyTables | None, state: TrainState) -> Trained:
-    """A state as an opened model; an array is brought to the host when it is indexed, and stays there."""
-    on_all = jax.jit(lambda x: x, out_shardings=program.replicated)
-
-    def lazy(arrays: Mapping[str, jax.Array]) -> dict[str, AnyArray]:
-        # Every process does this, in the same order: a surgery reads alike on all of them.
-        read = functools.cache(lambda path: np.asarray(on_all(offload.fetch(arrays[path], arrays[path].sharding))))
-        return {
-            path: LazyArray(x.shape, x.dtype, lambda index, path=path: read(path)[index]) for path, x in arrays.items()
-        }
-
+    """A state as an opened model, see `on_host`."""
+    lazy = functools.partial(on_host, program)
     logical = {} if tables is None else tables.to_logical(state.tables)
     rows: dict[str, AnyArray] = lazy({name: leaves["rows"] for name, leaves in logical.items()})
     if isinstance(tables, Tiers):
