@@ -1,0 +1,108 @@
+"""Runs in which a click model shrinks and grows in turn, to train with fewer FLOPs and to end whole.
+
+    alternate(experiment, ((64, 1.0), (160, 0.5), (64, 1.0), (128, 0.5), (96, 1.0)), multiple=8)
+
+The widths are those of the config: every field of it, and of the configs in it, that is named `hidden` or ends in
+`_hidden`. So a model that was cut is an ordinary smaller one, and its checkpoint opens anywhere.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from scalejax.errors import UserError, check_at_least
+from scalejax.surgery.units import Growth, ResizeUnits
+from scalejax.train.experiment import Experiment, Phase
+
+
+def kept_width(width: int, share: float, multiple: int = 1) -> int:
+    """The ceil(share * width) best units of a layer rounded up to a multiple, but no more than there are."""
+    units = math.ceil(share * width - 1e-9)  # 0.1 * 30 is a little more than 3
+    return min(width, -(-units // multiple) * multiple)
+
+
+def narrowed(config: Any, share: float, multiple: int = 1) -> Any:
+    """The config of a model of whose hidden layers this share of the units is left, see `kept_width`.
+
+    Raises:
+      UserError: it has no hidden widths, one is below the multiple, or the share is none.
+    """
+    check_at_least("multiple", multiple, 1)
+    if not 0 < share <= 1:
+        raise UserError(f"share must be above 0 and at most 1, the part of the hidden units that stays; got {share}.")
+    new, count = _narrowed(config, share, multiple, type(config).__name__)
+    if not count:
+        raise UserError(
+            f"{type(config).__name__} has no MLP with a hidden layer (a field `hidden`, or one that ends in `_hidden`) "
+            "whose units could be cut. Give a model with hidden widths, such as a DLRM."
+        )
+    return new
+
+
+def _narrowed(value: Any, share: float, multiple: int, where: str) -> tuple[Any, int]:
+    """The value with fewer units in its hidden layers, and how many of these it has."""
+    if isinstance(value, tuple):
+        parts = [_narrowed(part, share, multiple, f"{where}.{number}") for number, part in enumerate(value)]
+        return tuple(part for part, _ in parts), sum(count for _, count in parts)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value, 0
+    changes, total = {}, 0
+    for field in dataclasses.fields(value):
+        own, path = getattr(value, field.name), f"{where}.{field.name}"
+        if field.name != "hidden" and not field.name.endswith("_hidden"):
+            changes[field.name], count = _narrowed(own, share, multiple, path)
+            total += count
+            continue
+        widths = [width for width in (own if isinstance(own, tuple) else (own,)) if width is not None]
+        if small := [width for width in widths if width < multiple]:
+            raise UserError(
+                f"{path} has a width of {small[0]}, below the multiple of {multiple} that widths are rounded up to. "
+                "Give a smaller multiple, or a wider layer."
+            )
+        total += len(widths)
+        if widths:
+            kept = tuple(kept_width(width, share, multiple) for width in widths)
+            changes[field.name] = kept if isinstance(own, tuple) else kept[0]
+    return dataclasses.replace(value, **changes), total  # pyright: ignore[reportArgumentType]
+
+
+def alternate(
+    experiment: Experiment, schedule: Sequence[tuple[int, float]], *, multiple: int = 1, growth: Growth = "zero"
+) -> Experiment:
+    """The experiment in phases of which each has a share of the hidden units of its model.
+
+    Args:
+      experiment: Of the whole model; its steps are those of the schedule instead.
+      schedule: (steps, share of the units) of each phase; the first and the last are whole.
+      multiple: Widths of cut layers are rounded up to it: 128 on TPU, 8 or 16 for tensor cores of GPUs.
+      growth: See `ResizeUnits`.
+
+    Raises:
+      UserError: the schedule does not begin or end with the whole model, or `narrowed` refuses.
+    """
+    if experiment.phases:
+        raise UserError(f"alternate: the experiment has {len(experiment.phases)} phases of its own. Leave them out.")
+    if len(schedule) < 2 or schedule[0][1] != 1 or schedule[-1][1] != 1:
+        shares = ", ".join(f"{share:g}" for _, share in schedule)
+        raise UserError(
+            "alternate: a schedule begins and ends with the whole model, a share of 1, so that what goes on to learn "
+            f"from new data has all of its units; got the shares {shares}. Add a last phase with the share 1."
+        )
+    phases, current = [], experiment.model
+    for number, (steps, share) in enumerate(schedule[1:], 1):
+        model = narrowed(experiment.model, share, multiple) if share != 1 else experiment.model
+        same, shrinks = model == current, share < schedule[number - 1][1]
+        phases.append(
+            Phase(
+                name=f"{number}-{'same' if same else 'cut' if shrinks else 'grow'}",
+                steps=steps,
+                changes={} if same else {"model": model},
+                surgery=None if same else ResizeUnits(growth=growth),
+            )
+        )
+        current = model
+    optimizer: Any = experiment.optimizer
+    if hasattr(optimizer, "counts"):
+        optimizer = dataclasses.replace(optimizer, counts="each")
+    return dataclasses.replace(experiment, steps=schedule[0][0], optimizer=optimizer, phases=tuple(phases))

@@ -1,0 +1,271 @@
+"""Runs whose click model shrinks and grows in turn."""
+
+import dataclasses
+import itertools
+import json
+import logging
+
+import jax
+import killed_run
+import numpy as np
+import pytest
+import small_run
+from changes import changed
+
+from scalejax import optim
+from scalejax.errors import UserError
+from scalejax.models.recsys.dhen import DhenConfig, EnsembleLayer
+from scalejax.models.recsys.dlrm import DlrmConfig
+from scalejax.models.recsys.interactions import FactorizationMachine, MlpExperts, SelfAttention
+from scalejax.models.recsys.logistic import LogisticConfig
+from scalejax.surgery.alternation import alternate, kept_width, narrowed
+from scalejax.surgery.units import ResizeUnits
+from scalejax.train import loop, phases
+from scalejax.train.checkpoints import trained
+from scalejax.train.experiment import Checkpoints, Phase
+from scalejax.train.run_folder import read_lines
+from scalejax.train.runs.run import Run
+
+MODEL = DlrmConfig(dim=4, bottom_hidden=(8,), top_hidden=(16, 8))
+SCHEDULE = ((4, 1.0), (3, 0.5), (3, 1.0), (3, 0.5), (2, 1.0))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return small_run.write(tmp_path_factory.mktemp("rows") / "rows.parquet")
+
+
+def alternating(rows, growth="zero", schedule=SCHEDULE, **changes):
+    base = small_run.experiment(
+        rows,
+        model=MODEL,
+        optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=1e-2, warmup=0.2)),
+        tables__schedule=optim.WarmupCosine(peak=1.0, warmup=0.2),
+        log_every=1,
+        evaluation__every=0,
+        checkpoints=Checkpoints(every=2, keep_last=2, keep_best=0),
+        averages=(optim.Average(name="ema", decay=0.9),),
+    )
+    return alternate(changed(base, **changes), schedule, growth=growth)
+
+
+def dense(folder, step):
+    return {name: np.asarray(x[...]) for name, x in trained.open_dense(folder, step).items()}
+
+
+def tables(folder, step):
+    opened = trained.Checkpoint.read(folder / "checkpoints" / str(step)).whole(("tables.",))
+    return {name: np.asarray(x[...]) for name, x in opened.items()}
+
+
+def follows(experiment, folder, number):
+    """State of the phase at its very beginning."""
+    runs = loop._bind(experiment, None)
+    with loop._checkpointer(folder / "checkpoints", runs[0]) as checkpoints:
+        loop._become(checkpoints, runs[number - 1])
+        state, _ = runs[number].follow(runs[number - 1], checkpoints, runs[: number - 1])
+    return runs[number], state
+
+
+class Compiled(logging.Handler):
+    """Names of what jax compiles."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def emit(self, record):
+        if record.getMessage().startswith("Compiling "):
+            self.names.append(record.getMessage().split()[1])
+
+
+@pytest.fixture(scope="module")
+def whole(rows, tmp_path_factory):
+    folder, heard = tmp_path_factory.mktemp("whole"), Compiled()
+    logger, follow = logging.getLogger("jax"), Run.follow
+    logger.addHandler(heard)
+    try:
+        with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                Run, "follow", lambda self, *a: heard.names.append(f"phase {self.phase.name}") or follow(self, *a)
+            )
+            summary = loop.train(alternating(rows), workdir=folder)
+    finally:
+        logger.removeHandler(heard)
+    return folder, {**summary, "experiment": alternating(rows)}, heard.names
+
+
+def test_widths_are_shares_rounded_up_to_a_multiple():
+    found = [kept_width(n, share, m) for n, share, m in ((512, 0.5, 1), (30, 0.1, 1), (100, 0.3, 8), (10, 0.9, 8))]
+    assert found == [256, 3, 32, 10]
+    layer = EnsembleLayer(
+        modules=(
+            FactorizationMachine(outputs=4, hidden=(64, 32), attention_hidden=(16,)),
+            SelfAttention(outputs=4),
+            SelfAttention(outputs=4, hidden=24),
+            MlpExperts(outputs=4, hidden=(40,)),
+        )
+    )
+    half = narrowed(DhenConfig(dim=4, layers=(layer,), head_hidden=(48,), bottom_hidden=(20, 16)), 0.5, 8)
+    machine, without, attention, experts = half.layers[0].modules
+    assert (machine.hidden, machine.attention_hidden) == ((32, 16), (8,))
+    assert (without.hidden, attention.hidden, experts.hidden) == (None, 16, (24,))
+    assert (half.head_hidden, half.bottom_hidden) == ((24,), (16, 8))
+
+
+def test_a_schedule_is_phases_under_one_schedule_of_rates(rows):
+    experiment = alternating(rows, growth="resume")
+    found = phases.resolved(experiment)
+    assert [(p.name, p.start, p.stop, p.optimizer_from, p.experiment.steps) for p in found] == [
+        ("", 0, 4, 0, 15),
+        ("1-cut", 4, 7, 0, 15),
+        ("2-grow", 7, 10, 0, 15),
+        ("3-cut", 10, 13, 0, 15),
+        ("4-grow", 13, 15, 0, 15),
+    ]
+    assert [p.experiment.model.top_hidden for p in found] == [(16, 8), (8, 4), (16, 8), (8, 4), (16, 8)]
+    assert [sorted(p.pinned) for p in found] == [[4, 7, 10, 13], [4, 7, 10, 13], [4, 7, 10, 13], [7, 10, 13], [10, 13]]
+    assert [p.pinned for p in phases.resolved(alternating(rows))] == [frozenset()] * 5
+    assert experiment.optimizer.counts == "each"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_one_schedule_of_rates_goes_over_all_phases(whole):
+    lines = read_lines(whole[0] / "metrics.jsonl")
+    rates = {line["step"]: line["learning_rate"] for line in lines if line["kind"] == "window"}
+    schedule = optim.WarmupCosine(peak=1e-2, warmup=0.2).build(15)
+    np.testing.assert_allclose([rates[step] for step in range(1, 16)], [schedule(s) for s in range(1, 16)], rtol=1e-6)
+    arrays = dense(whole[0], 15)
+    assert arrays["optimizer.2.count"] == 15
+    assert set(np.unique(arrays["optimizer.0.count.top/layers/0/bias"])) == {2, 15}
+    assert arrays["params.top/layers/0/kernel"].shape == (arrays["params.top/layers/0/kernel"].shape[0], 16)
+
+
+def test_tables_go_on_to_the_bit_and_the_model_computes_what_it_did(rows, tmp_path):
+    experiment = alternating(rows, checkpoints__keep_last=20)
+    loop.train(experiment, workdir=tmp_path)
+    for number, step in ((1, 4), (2, 7)):
+        run, state = follows(experiment, tmp_path, number)
+        stored = {name: x for name, x in loop_leaves(run, state).items() if name.startswith("tables.")}
+        before = tables(tmp_path, step)
+        assert set(before) == set(stored)
+        assert any("rows_" not in name for name in before)
+        for name, array in before.items():
+            np.testing.assert_array_equal(np.asarray(stored[name]), array, err_msg=name)
+        earlier = loop._bind(experiment, None)[number - 1]
+        there, _ = earlier.open_to_score(tmp_path, step)
+        losses = [own.score(s, "validation")["val_logloss"] for own, s in ((earlier, there), (run, state))]
+        if number == 2:
+            np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+        else:
+            assert abs(losses[0] / losses[1] - 1) > 1e-5
+
+
+def loop_leaves(run, state):
+    from scalejax.train.checkpoints import manifest as manifests
+
+    return manifests.named_leaves(run.to_stored(state))
+
+
+def test_each_width_is_compiled_once(whole):
+    _, _, names = whole
+    starts = [0, *(n for n, name in enumerate(names) if name.startswith("phase ")), len(names)]
+    phases = [names[start:stop] for start, stop in itertools.pairwise(starts)]
+    for what in ("jit(_train_step)", "jit(_eval_step)", "jit(create)"):
+        counts = [phase.count(what) for phase in phases]
+        assert min(counts[:2]) > 0, names
+        assert counts[2:] == [0, 0, 0], (what, counts)
+    # All that the first cut and the first growth needed is there when there is a second.
+    assert phases[3:] == [["phase 3-cut"], ["phase 4-grow"]]
+
+
+def test_the_summary_says_what_each_phase_took(whole):
+    folder, summary, _ = whole
+    found = summary["phases"]
+    assert [(p["phase"], p["steps"]) for p in found] == [
+        ("", 4),
+        ("1-cut", 3),
+        ("2-grow", 3),
+        ("3-cut", 3),
+        ("4-grow", 2),
+    ]
+    models = [phase.experiment.model for phase in phases.resolved(summary["experiment"])]
+    schema = summary["experiment"].data.schema()
+    each = [64 * model.task(schema).flops_per_example() for model in models]
+    assert each[1] < each[0] == each[2]
+    assert [p["flops"] for p in found] == [p["steps"] * flops for p, flops in zip(found, each, strict=True)]
+    assert all(p["train_s"] > 0 and p["compile_s"] > 0 for p in found)
+    report = (folder / "report.html").read_text()
+    assert "phases, as the last process ran them" in report
+    assert json.loads((folder / "summary.json").read_text())["phases"] == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("growth", ["zero", "resume"])
+@pytest.mark.parametrize("step", [3, 6, 8, 12, 14], ids="step {}".format)
+def test_a_run_that_is_killed_in_any_phase_goes_on_to_the_same_bits(step, growth, rows, tmp_path):
+    experiment = alternating(rows, growth)
+    loop.train(experiment, workdir=tmp_path / "whole")
+    killed_run.train(experiment, tmp_path / "killed", at=step)
+    for read in (dense, tables):
+        one, two = (read(tmp_path / name, 15) for name in ("whole", "killed"))
+        assert set(one) == set(two)
+        for name, array in one.items():
+            np.testing.assert_array_equal(two[name], array, err_msg=name)
+    lines = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")]
+    assert lines[0] == lines[1]
+
+
+def test_units_that_were_cut_come_back_as_they_were_although_few_checkpoints_are_kept(rows, tmp_path):
+    experiment = alternating(rows, "resume", schedule=((4, 1.0), (7, 0.5), (2, 1.0)), checkpoints__keep_last=1)
+    loop.train(experiment, workdir=tmp_path)
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal()) == [4, 11, 13]
+    run, state = follows(experiment, tmp_path, 2)
+    now = {name: np.asarray(x) for name, x in loop_leaves(run, state).items() if name.startswith(("params.", "opt"))}
+    before, small = dense(tmp_path, 4), dense(tmp_path, 11)
+    for kind in ("params", "optimizer.0.mu", "optimizer.0.nu", "optimizer.0.count"):
+        name = f"{kind}.top/layers/0/bias"
+        came = {tuple(x) for x in zip(*(now[f"{k}.top/layers/0/bias"] for k in KINDS), strict=True)}
+        cut = {tuple(x) for x in zip(*(before[f"{k}.top/layers/0/bias"] for k in KINDS), strict=True)}
+        kept = {tuple(x) for x in zip(*(small[f"{k}.top/layers/0/bias"] for k in KINDS), strict=True)}
+        assert len(came & cut) == 8, name
+        assert came - cut == kept
+    assert now["optimizer.2.count"] == 11
+
+
+KINDS = ("params", "optimizer.0.mu", "optimizer.0.nu", "optimizer.0.count")
+
+
+def test_mistakes_are_named(rows, tmp_path):
+    for schedule, message in (
+        (((4, 1.0), (3, 0.5)), r"begins and ends with the whole model.* got the shares 1, 0\.5\. Add a last phase"),
+        (((4, 1.0), (3, 0.0), (2, 1.0)), r"share must be above 0 and at most 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            alternating(rows, schedule=schedule)
+    with pytest.raises(UserError, match=r"DlrmConfig\.bottom_hidden has a width of 8, below the multiple of 16"):
+        narrowed(MODEL, 0.5, 16)
+    with pytest.raises(UserError, match=r"LogisticConfig has no MLP with a hidden layer"):
+        narrowed(LogisticConfig(), 0.5)
+    experiment = alternating(rows)
+    with pytest.raises(UserError, match=r"counts its steps once .* --set optimizer\.counts=each"):
+        loop.train(changed(experiment, optimizer__counts="one"), workdir=tmp_path / "one")
+    nothing = Phase(name="nothing", steps=1, surgery=ResizeUnits())
+    with pytest.raises(UserError, match=r"as wide as the one before"):
+        loop.train(dataclasses.replace(experiment, phases=(nothing,)), workdir=tmp_path / "nothing")
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_run_goes_on_with_no_other_schedule(rows, tmp_path):
+    class Ended(BaseException):
+        pass
+
+    experiment, other = alternating(rows), alternating(rows, schedule=((4, 1.0), (3, 0.5), (5, 1.0)))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Ended):
+
+        def end(*_):
+            raise Ended
+
+        patch.setattr(loop.Run, "follow", end)
+        loop.train(experiment, workdir=tmp_path)
+    with pytest.raises(UserError, match=r"schedule is '.*' in the checkpoint and '.*' here"):
+        loop.train(other, workdir=tmp_path, resume="must")
