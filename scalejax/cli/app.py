@@ -17,6 +17,7 @@ from scalejax.cli.commands import (
     generate,
     plan,
     precision,
+    prune,
     quantize,
     recipes,
     report,
@@ -65,6 +66,8 @@ app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
 app.command("convert")(convert.convert)
 app.command("quantize")(quantize.quantize)
+app.command("prune")(prune.prune)
+app.command("grow")(prune.grow)
 app.command("precision")(precision.find)
 app.command("export")(export.export)
 app.command("report")(report.report)

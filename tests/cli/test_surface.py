@@ -18,6 +18,8 @@ COMMANDS = (
     "serve",
     "convert",
     "quantize",
+    "prune",
+    "grow",
     "precision",
     "export",
     "report",

@@ -1,0 +1,169 @@
+"""`scalejax prune` and `scalejax grow`: click models with fewer hidden units, and with more again."""
+
+import dataclasses
+import pathlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scalejax.cli import environment, folders, options, output
+from scalejax.cli.commands.convert import Step
+from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from scalejax.train.experiment import Experiment
+
+Out = Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="Folder to write; must not be there yet.")]
+Widths = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--widths",
+        metavar="FIELD=N,...",
+        help="Hidden widths by the field of the model, e.g. top_hidden=256,128; may be repeated.",
+    ),
+]
+
+_BEFORE = "widths_before"
+"""Of a record: overrides that give back the widths before `prune`."""
+
+
+def prune(
+    run: options.RunFolder,
+    target: Out,
+    widths: Widths = None,
+    share: Annotated[
+        float | None,
+        typer.Option(
+            "--share", metavar="S", help="In the place of --widths: the share of all hidden units that stays."
+        ),
+    ] = None,
+    multiple: Annotated[
+        int, typer.Option("--multiple", metavar="N", min=1, help="Round widths of --share up to a multiple.")
+    ] = 1,
+    step: Step = None,
+    recipe: options.RecipeFile = None,
+) -> None:
+    """Cut hidden units off the MLPs of a click model.
+
+    Kept are those with the largest product of the norms of their weights in and out. OUT is a run folder with the
+    smaller model, which every command opens and another run begins with (--set init=OUT). Prints what the cut costs on
+    the validation split.
+    """
+    environment.prepare()
+    if (share is None) == (not widths):
+        raise UserError("scalejax prune takes either --widths FIELD=N,... or --share S. Give one of them.")
+    from scalejax.configs import overrides
+    from scalejax.surgery.alternation import narrowed
+
+    experiment = _experiment(run, step, recipe)
+    sets = [f"model.{text}" for text in widths or []]
+    if share is not None:
+        narrow = narrowed(experiment.model, share, multiple)
+        sets = _differences(experiment.model, narrow)
+    before = _differences(overrides.apply(experiment, sets).model, experiment.model)
+    _write(run, target, experiment, sets, step, recipe, before)
+
+
+def grow(
+    run: options.RunFolder,
+    target: Out,
+    widths: Widths = None,
+    step: Step = None,
+    recipe: options.RecipeFile = None,
+) -> None:
+    """Give the MLPs of a click model more hidden units.
+
+    New units have weights as at the start of a run and zeros on their way out, so that the model computes what it did.
+    Without --widths it gets those that it had before `scalejax prune`.
+    """
+    environment.prepare()
+    record: Any = folders.read_record(run)
+    sets = [f"model.{text}" for text in widths or []] or record.get(_BEFORE)
+    if not sets:
+        raise UserError(
+            f"scalejax grow {run}: it was not written by `scalejax prune`, and so the widths have to be said. Add "
+            "--widths FIELD=N,..., such as --widths top_hidden=512,256."
+        )
+    _write(run, target, _experiment(run, step, recipe), sets, step, recipe, None)
+
+
+def _experiment(run: pathlib.Path, step: int | None, recipe: str | None) -> "Experiment":
+    """The experiment of a run, of whose model a checkpoint is."""
+    from scalejax.train import phases
+
+    experiment = folders.load_run(run, recipe)
+    found = phases.experiment_at(experiment, run, step)
+    if found.model != experiment.model:
+        raise UserError(
+            f"RUN_FOLDER {run}: that checkpoint is of a phase whose model is not the one that the recipe begins with, "
+            "so that no override of the recipe gives another. Name a step at which it is whole: --step N."
+        )
+    return dataclasses.replace(experiment, phases=())
+
+
+def _differences(there: object, here: object) -> list[str]:
+    """Overrides that make the one model config of the other, which has other widths."""
+    from scalejax.configs import overrides
+
+    before = dict(overrides.flatten(there, "model"))
+    return [
+        f"{path}={overrides.show(value)}"
+        for path, value in overrides.flatten(here, "model")
+        if not dataclasses.is_dataclass(value) and value != before[path] and not _holds_configs(value)
+    ]
+
+
+def _holds_configs(value: object) -> bool:
+    return isinstance(value, tuple) and any(dataclasses.is_dataclass(item) for item in value)
+
+
+def _write(
+    run: pathlib.Path,
+    target: pathlib.Path,
+    experiment: "Experiment",
+    sets: list[str],
+    step: int | None,
+    recipe: str | None,
+    before: list[str] | None,
+) -> None:
+    """Writes the run with the widths that `sets` say, and prints what that costs."""
+    from scalejax.configs import overrides, serialization
+    from scalejax.models.recsys.task import CtrTask
+    from scalejax.parallel.mesh import make_mesh
+    from scalejax.surgery.units import ResizeUnits
+    from scalejax.train import loop
+    from scalejax.train.checkpoints import trained
+    from scalejax.train.runs import run_state
+    from scalejax.train.runs.run import Run
+
+    changed = overrides.apply(experiment, sets)
+    tasks = [e.model.task(experiment.data.schema()) for e in (experiment, changed)]
+    if not isinstance(tasks[0], CtrTask):
+        raise UserError(f"RUN_FOLDER {run}: {type(experiment.model).__name__} is no click model. Give a run of one.")
+    record: Any = folders.read_record(run)
+    own = [*record["sets"], *(["phases=[]"] if folders.load_run(run, recipe).phases else []), *sets]
+    bound = Run.bind(changed, changed.data.build(), make_mesh(changed.placement.mesh))
+    fresh = run_state.as_trained(bound.program, None, bound.program.init_dense(redraw=1))
+    there = trained.open_run(run, step)
+    made = ResizeUnits().operate(there, fresh)
+    settled = ("model", "optimizer", "exchange", "phase", "scores_from", "schedule")  # not those of this run any more
+    identity = {name: text for name, text in there.identity.items() if name not in settled}
+    named = recipe or record["recipe"]
+    wanted = {**serialization.record(named, own, changed), **({_BEFORE: before} if before else {})}
+    trained.write_run(target, dataclasses.replace(made, record=wanted, identity=identity))
+    split = experiment.evaluation.split
+    scores = [
+        loop.evaluate(own_experiment, workdir=folder, split=split, step=at)
+        for own_experiment, folder, at in ((experiment, run, step), (changed, target, None))
+    ]
+    print(f"{'widths':<26}{'  '.join(text.removeprefix('model.') for text in sets)}")
+    for words, count in (("dense parameters", "dense_parameters"), ("FLOPs an example", "flops_per_example")):
+        print(f"{words:<26}{' -> '.join(f'{getattr(task, count)():,}' for task in tasks)}")
+    for key, value in scores[0].items():
+        name = key.removeprefix("val_")
+        if key.startswith("val_") and name.partition("/")[0] in ("ne", "logloss", "auc"):
+            ratio = f" ({scores[1][key] / value - 1:+.3%})" if value else ""
+            print(f"{split + ' ' + name:<26}{value:.6f} -> {scores[1][key]:.6f}{ratio}")
+    print(f"Wrote the run folder {target}.")
+    sets_again = [f"--set={text}" for text in (*own, f"init={target}")]
+    output.print_next({("scalejax", "train", named, *sets_again): "train it on"})
