@@ -19,6 +19,8 @@ COMMANDS = (
     ("export", "{run}", "{run}-out"),
     ("convert", "{run}", "{run}-out"),
     ("quantize", "{run}", "{run}-out", "--format", "mxfp4_e2m1"),
+    ("prune", "{run}", "{run}-out", "--share", "0.5"),
+    ("grow", "{run}", "{run}-out", "--widths", "top_hidden=[8]"),
     ("precision", "{run}"),
     ("report", "{run}"),
     ("train", "wukong-smoke", "--workdir", "{run}", "--resume", "must"),
