@@ -6,6 +6,7 @@ matrix product over B * d columns, without a transpose.
 Axes: B examples, n vectors of an example, d width of a vector, T tasks.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -40,7 +41,7 @@ class NarrowGroup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StackConfig:
+class StackConfig(abc.ABC):
     """What is before and after the layers.
 
     Attributes:
@@ -113,13 +114,13 @@ class StackConfig:
     def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "InteractionStack":
         return InteractionStack(self, schema, rngs, dtypes)
 
+    @abc.abstractmethod
     def build_layers(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> list[nnx.Module]:
         """The layers, each called as layer(x, dense, key=key), see `interactions.Interaction`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def output_vectors(self, schema: Schema) -> int:
         """Vectors that the last layer returns."""
-        raise NotImplementedError
 
     def wide_features(self, schema: Schema) -> tuple[tuple[str, int], ...]:
         """(feature, number of d-vectors) for the features outside the narrow groups, in the order of the schema."""

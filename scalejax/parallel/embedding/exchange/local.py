@@ -20,6 +20,9 @@ from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
 from scalejax.parallel.embedding.sharded_tables import StackAxes
 
+SLACK = 8
+"""Slots per destination on top of the factor: small batches scatter more around their mean."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalStack:

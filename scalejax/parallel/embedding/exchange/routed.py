@@ -37,6 +37,7 @@ from scalejax.numerics.quantized import products
 from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.exchange import ragged, through_hosts, wire
 from scalejax.parallel.embedding.exchange.local import (
+    SLACK,
     ByDevice,
     Direction,
     LocalStack,
@@ -65,9 +66,6 @@ from scalejax.parallel.embedding.plan.stacks import Stack
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int32, UInt32
-
-SLACK = 8
-"""Slots per destination on top of the factor: small batches scatter more around their mean."""
 
 
 @jax.tree_util.register_dataclass

@@ -23,6 +23,7 @@ from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import xla
 from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.exchange.local import (
+    SLACK,
     ByDevice,
     LocalStack,
     arrange,
@@ -37,9 +38,6 @@ from scalejax.parallel.embedding.exchange.local import (
 from scalejax.parallel.embedding.ids.occurrences import Lookup, average, host_of, slots_of_member
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
-
-SLACK = 8
-"""Slots per device on top of the factor: small batches scatter more around their mean."""
 
 
 @jax.tree_util.register_dataclass

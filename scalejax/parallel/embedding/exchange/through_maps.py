@@ -21,7 +21,7 @@ from jax import lax
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import IdMapConfig, TableConfig
-from scalejax.parallel.embedding.exchange.routed import SLACK
+from scalejax.parallel.embedding.exchange.local import SLACK
 from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout, slot_positions
 from scalejax.parallel.embedding.ids.occurrences import LOST
