@@ -31,7 +31,7 @@ def file_of(folder: pathlib.Path, form: str, split: str, seed: int) -> pathlib.P
 
 def run(runs: tune.Runs, folder: pathlib.Path, form: str, split: str) -> None:
     """All seeds of a form, those that are there left out."""
-    setting = tune.chosen(runs, form)
+    setting = tune.chosen(runs, form, split)
     if setting is None:
         sys.exit(f"quality.py: not all settings of {form!r} were tried; run tune.py --forms {form!r} first.")
     for seed in SEEDS[:1] if form == "gradient boosting" else SEEDS:
@@ -57,9 +57,9 @@ def predictions(folder: pathlib.Path, form: str, split: str) -> tuple[np.ndarray
     return labels[0], np.stack([arrays["predictions"][:, 0] for arrays in found])
 
 
-def report(runs: tune.Runs, folder: pathlib.Path, split: str, against: str) -> None:
+def report(runs: tune.Runs, folder: pathlib.Path, forms: list[str], split: str, against: str) -> None:
     """The table of all forms whose runs are complete, and their differences to one of them."""
-    complete = {form: found for form in tune.FORMS if (found := predictions(folder, form, split)) is not None}
+    complete = {form: found for form in forms if (found := predictions(folder, form, split)) is not None}
     if against not in complete:
         sys.exit(f"quality.py: the runs of {against!r} on the split {split!r} are not complete.")
     labels, reference = complete[against]
@@ -69,7 +69,7 @@ def report(runs: tune.Runs, folder: pathlib.Path, split: str, against: str) -> N
     print("| form | test AUC | NE | AUC, difference | NE, difference in % | MFLOP | dense parameters | ms a step |")
     print("|---|---|---|---|---|---|---|---|")
     for form in complete:
-        setting = tune.chosen(runs, form)
+        setting = tune.chosen(runs, form, split)
         assert setting is not None
         seeds = SEEDS[:1] if form == "gradient boosting" else SEEDS
         found = [figures for seed in seeds if (figures := runs.find(setting, split, seed, "test"))]
@@ -97,16 +97,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", metavar="FILE", type=pathlib.Path, required=True)
     parser.add_argument("--predictions", metavar="FOLDER", type=pathlib.Path, required=True)
-    parser.add_argument("--split", choices=tuple(tune.COLUMNS), default="random")
-    parser.add_argument("--forms", nargs="+", choices=tuple(tune.FORMS), default=tuple(tune.FIRST), metavar="FORM")
+    tune.add_choice(parser)
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--against", choices=tuple(tune.FORMS), default="cross + FM", metavar="FORM")
+    parser.add_argument("--against", default="cross + FM", metavar="FORM")
     options = parser.parse_args()
     runs = tune.Runs(options.runs)
     if options.report:
-        report(runs, options.predictions, options.split, options.against)
+        forms = tune.choice(options)
+        forms = forms if options.against in forms else [options.against, *forms]
+        report(runs, options.predictions, forms, options.split, options.against)
     else:
-        for form in options.forms:
+        for form in tune.choice(options):
             run(runs, options.predictions, form, options.split)
 
 
