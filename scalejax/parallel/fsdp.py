@@ -149,8 +149,8 @@ def place(
     each parameter: the one that the rules give to `fsdp`, if it divides, else the largest that divides. The axis
     "layers" of a scanned block is never taken, since a layer would then rest on one device.
 
-    Experts stay on `expert`: devices along it hold different ones for good (`apart`), each sharded over the other axes
-    of the strategy.
+    Experts stay on `expert`, and towers where the rules put them: devices along it hold different ones for good
+    (`apart`), each sharded over the other axes of the strategy.
 
     Args:
       params: Path -> (logical axes, shape).
@@ -164,7 +164,7 @@ def place(
     table = rules or Rules()
     others = Rules(
         axes=tuple(
-            (name, axes if name == "experts" else tuple(a for a in axes if a not in BATCH_AXES))
+            (name, axes if name in ("experts", "towers") else tuple(a for a in axes if a not in BATCH_AXES))
             for name, axes in table.axes
         ),
     )

@@ -5,9 +5,12 @@ Recommendation", MLSys 2024 (arXiv 2403.00877). `planner.towers` finds partition
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Sequence
+
+import numpy as np
 
 from scalejax import json_reading
 from scalejax.errors import UserError
@@ -49,6 +52,24 @@ class Partition:
                 "for this data."
             )
 
+    def on_hosts(self, hosts: int) -> "HostTowers":
+        """Deals the towers to hosts.
+
+        Raises:
+          UserError: there are fewer towers than hosts, or their number does not divide.
+        """
+        count = len(self.towers)
+        if count % hosts:
+            fitting = [n for n in range(1, count + 1) if count % n == 0]
+            raise UserError(
+                f"tables.exchange.route is 'towers', which keeps each tower on one index of the mesh axis replica and "
+                f"as many on each; got {count} towers and replica={hosts}. Take replica="
+                f"{' or '.join(map(str, fitting))} (--set placement.mesh.replica=N, eval: --mesh replica=N,...), "
+                "another partition, or --set tables.exchange.route=two_level, with which all towers are on every "
+                "device."
+            )
+        return HostTowers(towers=self.towers, hosts=hosts)
+
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Partition":
         """Reads what `save` wrote.
@@ -79,3 +100,40 @@ class Partition:
     def save(self, path: str | pathlib.Path) -> None:
         """Writes it as JSON."""
         pathlib.Path(path).write_text(json.dumps({"towers": self.towers}, indent=2) + "\n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostTowers:
+    """Towers on hosts, as many on each, in order: of 4 towers on 2 hosts, 0 and 1 are on the first.
+
+    Attributes:
+      towers: As in `Partition`.
+      hosts: Indices of the mesh axis `replica`.
+    """
+
+    towers: tuple[tuple[str, ...], ...]
+    hosts: int
+
+    @property
+    def each(self) -> int:
+        """Towers of a host."""
+        return len(self.towers) // self.hosts
+
+    @property
+    def room(self) -> int:
+        """Features of the largest tower."""
+        return max(map(len, self.towers))
+
+    @property
+    def present(self) -> np.ndarray:
+        """bool[towers, room], whether a tower has as many features."""
+        return np.arange(self.room) < np.array([[len(tower)] for tower in self.towers])
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[int, int, int]]:
+        """Host of each feature, which of its towers, and place in that."""
+        return {
+            name: (t // self.each, t % self.each, place)
+            for t, tower in enumerate(self.towers)
+            for place, name in enumerate(tower)
+        }

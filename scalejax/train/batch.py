@@ -18,7 +18,8 @@ class Batch:
 
     Attributes:
       fields: {name: array [B, ...]} of scope "example", whole arrays of scope "step", [devices, ...] of scope "device".
-      embedded: Rows of embedding tables, {feature: float[B, dim]}, [B, positions, dim] where they are not pooled.
+      embedded: Rows of embedding tables, {feature: float[B, dim]}, [B, positions, dim] where they are not pooled;
+        where the exchange stops at the towers of a host, a `HalfWay`.
       lengths: int32[B] of unpooled features: how many of the positions hold rows.
       constants: What `Task.constants` placed.
       purpose: Whether the model learns from it or is scored on it, or is to set its running means (`nnx.BatchStat`) to
@@ -27,7 +28,7 @@ class Batch:
     """
 
     fields: dict[str, Any]
-    embedded: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    embedded: Any = dataclasses.field(default_factory=dict)
     lengths: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     constants: Any = None
     purpose: Literal["training", "evaluation", "statistics"] = "training"

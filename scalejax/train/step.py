@@ -34,6 +34,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange.through_maps import Assignment
+from scalejax.parallel.embedding.half_way import HalfWay
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.lookup import Routing
 from scalejax.parallel.embedding.row_cache import Tiers
@@ -42,6 +43,7 @@ from scalejax.parallel.gradients import scaling as gradient_scaling
 from scalejax.parallel.gradients.blocks import Gather, ShardWithState
 from scalejax.parallel.gradients.compute import GradientFunction, Keys, Loss, LossInputs, gradients
 from scalejax.parallel.rules import ParameterPlacement
+from scalejax.parallel.towers import HostTowers
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics.protocol import Metric
@@ -89,7 +91,7 @@ class Ahead:
 
     routing: Routing
     assignment: Assignment
-    embedded: dict[str, jax.Array] | None
+    embedded: dict[str, jax.Array] | HalfWay | None
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +128,7 @@ class Program:
       constants: What the model reads in every step; shapes in a program that is only compiled.
       example: A host batch with the sizes of fields that the task does not state; None = it states them all.
       schedules_from: Step at which the schedules of the optimizers begin, see `phases`.
+      towers: Where lookups stop between hosts, whose modules run there; None = they go all the way.
     """
 
     experiment: Experiment
@@ -139,6 +142,7 @@ class Program:
     constants: object = None
     example: object = None
     schedules_from: int = 0
+    towers: HostTowers | None = None
 
     # What the run is made of.
 
@@ -201,6 +205,8 @@ class Program:
         """Where each parameter lies between steps, and why not elsewhere."""
         described = {name: (self.model.logical_axes[name], p.shape) for name, p in self.model.params.items()}
         rules = self.experiment.placement.rules
+        if self.towers is not None:
+            rules = dataclasses.replace(rules, axes=(*rules.axes, ("towers", ("replica",))))
         placed = fsdp.place(described, self.experiment.strategy, mesh=self.mesh, rules=rules)
         apart = self.task.apart
         if apart and self.experiment.strategy.form == "implicit":
@@ -546,8 +552,11 @@ class Program:
         assert self.collection is not None, "the model has no embedding tables"
         return self.collection
 
-    def _fetch(self, tables: State, routing: Routing) -> dict[str, jax.Array]:
-        embedded = self.embeddings.fetch(tables, routing)
+    def _fetch(self, tables: State, routing: Routing) -> dict[str, jax.Array] | HalfWay:
+        if self.towers is None:
+            embedded = self.embeddings.fetch(tables, routing)
+        else:
+            embedded = self.embeddings.fetch_half_way(tables, routing, self.towers)
         return jax.lax.with_sharding_constraint(embedded, meshes.batch_sharding(self.mesh))
 
     def _lengths(self, batch: Placed) -> dict[str, jax.Array]:
@@ -730,7 +739,7 @@ class Program:
         if self._offloads("parameters"):
             params = offload.fetch(params, self.state_shardings.params)
         faults = jnp.zeros((2,), jnp.int32)
-        embedded: dict[str, jax.Array] = {}
+        embedded: dict[str, jax.Array] | HalfWay = {}
         if self.collection is not None and placed.features is not None:
             features, bad = self.collection.find_ids(tables, placed.features)
             routing = self.collection.exchange_ids(features)

@@ -49,6 +49,7 @@ from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.gradients.blocks import Gather
 from scalejax.parallel.gradients.compute import Keys, Loss
 from scalejax.parallel.mesh import AXES, BATCH_AXES, check_batch
+from scalejax.parallel.towers import Partition
 from scalejax.train.batch import Batch
 from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.metrics.loss import MeanLoss
@@ -172,6 +173,15 @@ class Task(Protocol):
     @property
     def planned_from(self) -> Literal["schema", "data"]:
         """What a plan of a step needs: "data", where these alone know the sizes of fields and constants."""
+        ...
+
+    @property
+    def towers(self) -> Partition | None:
+        """Features that a host may look up for all examples, by tower; None = there are none.
+
+        Where `tables.exchange.route` is "towers", `Batch.embedded` is then a `HalfWay`, and parameters whose first axis
+        is named "towers" lie apart, on the host of their tower.
+        """
         ...
 
     @property
@@ -303,6 +313,7 @@ class TaskBase:
     fetches: Literal["whole", "blocks"] = "whole"
     draws: Literal["training", "evaluation too"] = "training"
     planned_from: Literal["schema", "data"] = "schema"
+    towers: Partition | None = None
     unit: str = "examples"
 
     @property

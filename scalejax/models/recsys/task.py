@@ -15,6 +15,7 @@ from scalejax.errors import UserError
 from scalejax.nn import counts
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.towers import Partition
 from scalejax.train.metrics.click import ClickQuality
 from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
 
@@ -38,10 +39,12 @@ class CtrTask(TaskBase):
     Attributes:
       model: Architecture.
       schema: Columns; one task for each of `schema.labels`.
+      towers: Its features by tower, where the model takes a `HalfWay` too in the place of embedded features.
     """
 
     model: ClickModel
     schema: Schema
+    towers: Partition | None = None
 
     def fields(self) -> dict[str, Field]:
         """Dense features, labels and weights of the examples; ids are features of the tables."""

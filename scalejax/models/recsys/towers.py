@@ -13,7 +13,8 @@ of width N, X in R^(F x N):
     LinearCompression, FactorizationMachine (`interactions`), or several side by side
     logits    = base model over [dense features, U of tower 0, U of tower 1, ...]
 
-Every parameter of the towers has a leading axis of towers, "towers", so that each host can hold its own. Towers with
+Every parameter of the towers has a leading axis of towers, "towers", so that each host can hold its own: with
+tables.exchange.route=towers it does, and the modules run there, on a `HalfWay` in the place of embedded features. Towers with
 fewer features than the largest have zero vectors in their place: these change neither what a tower gives nor its
 gradients, and cost its FLOPs. Parameters start as in the largest tower.
 
@@ -47,6 +48,7 @@ from scalejax.models.recsys.task import CtrTask
 from scalejax.models.recsys.wukong import WukongConfig
 from scalejax.nn.layers import split_params
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.half_way import HalfWay
 from scalejax.parallel.towers import Partition
 
 
@@ -235,7 +237,7 @@ class TowersConfig:
           UserError: the towers have other features.
         """
         self.towers.check(schema.keys)
-        return CtrTask(model=self, schema=schema)
+        return CtrTask(model=self, schema=schema, towers=self.towers)
 
     def tables(self, schema: Schema) -> tuple[TableConfig, ...]:
         return self.base.tables(schema)
@@ -291,9 +293,17 @@ class Towers(nnx.Module):
         parts = [_apply(module, x, present, None if keys is None else keys[i]) for i, module in enumerate(modules)]
         return jnp.concatenate(parts, axis=1) if parts else x
 
-    def __call__(self, embedded: dict[str, jax.Array], dense: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, embedded: dict[str, jax.Array] | HalfWay, dense: jax.Array, *, key: jax.Array | None = None
+    ) -> jax.Array:
         """Returns logits, float32[B, T] (float64 where the model computes in float64)."""
-        x = self.interact(*self.gather(embedded), key=None if key is None else jax.random.fold_in(key, 1))
+        half_way = embedded if isinstance(embedded, HalfWay) else None
+        x, present = self.gather(embedded) if half_way is None else half_way.by_tower()
+        x = self.interact(
+            x.astype(self.compute_dtype), present, key=None if key is None else jax.random.fold_in(key, 1)
+        )
+        if half_way is not None:
+            x = half_way.to_examples(x)
         return self.over({name: x[place] for name, place in self.places}, dense, key=key)
 
 

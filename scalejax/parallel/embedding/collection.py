@@ -36,8 +36,9 @@ from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError, check_one_of
 from scalejax.parallel.embedding import lookup, mapped, packing
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.exchange import ragged
+from scalejax.parallel.embedding.exchange import ragged, to_towers
 from scalejax.parallel.embedding.exchange.through_maps import Assignment
+from scalejax.parallel.embedding.half_way import HalfWay
 from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import DedupGroup, DeviceJagged, FeatureLayout, to_device
 from scalejax.parallel.embedding.lookup import Routing
@@ -49,6 +50,7 @@ from scalejax.parallel.embedding.stored import initial, logical
 from scalejax.parallel.embedding.stored.conversion import StoredForm
 from scalejax.parallel.embedding.update import host_row_plans
 from scalejax.parallel.mesh import device_memory_bytes
+from scalejax.parallel.towers import HostTowers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,9 @@ class EmbeddingCollection:
                 f"{double[0]!r} is of float64. Use accumulate='ordered' (--set tables.accumulate=ordered), or tables "
                 "of float32 (--set tables.dtype=float32)."
             )
-        if self.exchange.route == "two_level" and self.plan is not None and self.plan.replicas == "copy":
+        if self.exchange.route != "flat" and self.plan is not None and self.plan.replicas == "copy":
             raise UserError(
-                "EmbeddingCollection: exchange.route='two_level' crosses between hosts, and with the plan's "
+                f"EmbeddingCollection: exchange.route={self.exchange.route!r} crosses between hosts, and with the plan's "
                 "replicas='copy' every host has all tables: no vector crosses. Use tables.exchange.route=flat, or "
                 "a plan with replicas='shard'."
             )
@@ -305,6 +307,24 @@ class EmbeddingCollection:
         """
         return lookup.fetch(self.sharded, state, routing)
 
+    def fetch_half_way(self, state: State, routing: Routing, towers: HostTowers) -> HalfWay:
+        """As `fetch`, but stops between the hops: every host gets the features of its towers, for all examples.
+
+        What then leaves the towers takes the hop between hosts by `HalfWay.to_examples`. With a route in two levels, on
+        a mesh with `replica`.
+
+        Args:
+          state: The state.
+          routing: Where ids went, not deduplicated.
+          towers: From `Partition.on_hosts`; together they have all features.
+
+        Raises:
+          PlanRefused: rows of a table are not on the host of its tower.
+          ValueError: an exchange of one hop, or tables that are not pooled or of several widths.
+        """
+        to_towers.check(self.stacks, towers)
+        return lookup.fetch_half_way(self.sharded, state, routing, towers)
+
     def lengths(self, features: DeviceJagged) -> dict[str, jax.Array]:
         """How many positions of unpooled features hold rows, for masks. Nothing moves; reads neither ids nor tables.
 
@@ -324,7 +344,7 @@ class EmbeddingCollection:
         self,
         state: State,
         routing: Routing,
-        grads: dict[str, jax.Array],
+        grads: dict[str, jax.Array] | HalfWay,
         learning_rate_scale: jax.typing.ArrayLike = 1.0,
         when: jax.Array | None = None,
     ) -> State:
@@ -333,7 +353,7 @@ class EmbeddingCollection:
         Args:
           state: The state that was looked up.
           routing: From that lookup.
-          grads: Gradients of the loss, shaped like what the lookup returned. Those of positions without a row are not
+          grads: Gradients of the loss, shaped like what `fetch` or `fetch_half_way` returned. Those of positions without a row are not
             read.
           learning_rate_scale: Factor on the learning rate of every table.
           when: bool[], whether the step is taken; where not, no row is written and nothing is counted but faults. None

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
 from scalejax.numerics.rounding import runtime_zero
 from scalejax.parallel.embedding.config import UPDATED
-from scalejax.parallel.embedding.exchange import routed
+from scalejax.parallel.embedding.exchange import routed, to_towers
 from scalejax.parallel.embedding.exchange.local import LocalStack
+from scalejax.parallel.embedding.half_way import HalfWay
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, expand
 from scalejax.parallel.embedding.ids.occurrences import lookups
 from scalejax.parallel.embedding.packing import plain_layout
@@ -29,6 +30,7 @@ from scalejax.parallel.embedding.update.rows import (
     update_stack,
     update_stack_one_by_one,
 )
+from scalejax.parallel.towers import HostTowers
 
 
 @jax.tree_util.register_dataclass
@@ -124,6 +126,21 @@ def fetch(sharded: ShardedTables, state: State, routing: Routing) -> dict[str, j
     return {name: embedded[name] for table in sharded.tables for name in table.features}
 
 
+def fetch_half_way(sharded: ShardedTables, state: State, routing: Routing, towers: HostTowers) -> HalfWay:
+    """Rows of all features, as far as the hosts of their towers: see `EmbeddingCollection.fetch_half_way`."""
+
+    def local(tables: dict[str, jax.Array], routes: dict[str, routed.Route], features: DeviceJagged) -> jax.Array:
+        stacks = _local_stacks(sharded, features)
+        return to_towers.fetch([(here, tables[here.stack.name], routes[here.stack.name]) for here in stacks], towers)
+
+    tables = {name: leaves["rows"] for name, leaves in state["stacks"].items()}
+    specs, all_axes = {stack.name: sharded.spec(stack) for stack in sharded.stacks}, P(sharded.axes)
+    vectors = sharded.everywhere(local, in_specs=(specs, all_axes, all_axes), out_specs=all_axes)(
+        tables, routing.routes, routing.features
+    )
+    return HalfWay(vectors, towers, sharded.exchange)
+
+
 def lengths(sharded: ShardedTables, features: DeviceJagged) -> dict[str, jax.Array]:
     """How many positions of unpooled features hold rows: see `EmbeddingCollection.lengths`."""
     unpooled = {name for table in sharded.tables if table.pooling == "none" for name in table.features}
@@ -148,7 +165,7 @@ def update(
     sharded: ShardedTables,
     state: State,
     routing: Routing,
-    grads: dict[str, jax.Array],
+    grads: dict[str, jax.Array] | HalfWay,
     learning_rate_scale: jax.typing.ArrayLike,
     when: jax.Array | None,
 ) -> State:
@@ -162,24 +179,31 @@ def update(
         routes: dict[str, routed.Route],
         plans: Any,
         features: DeviceJagged,
-        grads: dict[str, jax.Array],
+        grads: dict[str, jax.Array] | HalfWay,
         rest: tuple[jax.Array, jax.Array, jax.Array | None],
     ) -> StackLeaves:
         scale, updates, when = rest
         inputs = StepInputs(scale, updates, sharded.accumulate, when)
-        grads = _by_distinct_row(grads, features.shard())
-        new = {}
-        for here in _local_stacks(sharded, features):
+        all_here, new = list(_local_stacks(sharded, features)), {}
+        half_way = isinstance(grads, HalfWay)
+        pooled = to_towers.pooled_grads(all_here, grads.vectors, grads.towers) if half_way else {}
+        by_feature = {} if half_way else _by_distinct_row(grads, features.shard())
+        for here in all_here:
             stack, leaves, way = here.stack, stacks[here.stack.name], routes[here.stack.name]
             plan, ahead = plans.get(stack.name), _plans_ahead(sharded, stack)
             own = [
-                grads[look.feature.name][..., look.member.start : look.member.stop].astype(stack.wide_dtype)
+                by_feature[look.feature.name][..., look.member.start : look.member.stop].astype(stack.wide_dtype)
                 for look in here.lookups
+                if not half_way
             ]
             if stack.update == "psum":
                 new[stack.name] = update_dense(here, leaves, way, own, inputs, sharded.axes)
             elif ahead:
-                new[stack.name] = update_stack(here, leaves, way, plan, own, inputs)
+                if half_way:
+                    arrived = to_towers.return_grads(here, pooled, way)
+                else:
+                    arrived = routed.return_grads(here, own, way)
+                new[stack.name] = update_stack(here, leaves, way, plan, arrived, inputs)
             else:
                 new[stack.name] = update_stack_one_by_one(here, leaves, way, own, inputs, plan)
             if stack.tracked:
@@ -216,7 +240,9 @@ def _local_stacks(sharded: ShardedTables, features: DeviceJagged) -> Iterator[Lo
         yield LocalStack(stack, found, shard, sharded.axes_of(stack), sharded.exchange, zero)
 
 
-def _check_grads(sharded: ShardedTables, features: DeviceJagged, grads: dict[str, jax.Array]) -> None:
+def _check_grads(sharded: ShardedTables, features: DeviceJagged, grads: dict[str, jax.Array] | HalfWay) -> None:
+    if isinstance(grads, HalfWay):
+        return  # of a shape that only `fetch_half_way` makes
     looked_up = {feature.name: feature for feature in features.layout}
     if set(grads) != set(looked_up):
         raise ValueError(

@@ -86,7 +86,7 @@ class ShardedTables:
             accumulate=self.accumulate,
             mesh_devices=self.mesh.size,
         )
-        hosts = self.mesh.size // inside if self.exchange.route == "two_level" else 1
+        hosts = self.mesh.size // inside if self.exchange.route != "flat" else 1
         return stack_tables(self.tables, slices, self.group_devices, hosts)
 
     @functools.cached_property

@@ -16,8 +16,10 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel import pipeline
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.exchange import to_towers
 from scalejax.parallel.embedding.tiers import cached, cached_schema
 from scalejax.parallel.gradients.blocks import axes_of
+from scalejax.parallel.towers import HostTowers
 from scalejax.train.experiment import Experiment, Tables
 from scalejax.train.metrics.protocol import Metric, Value, names_of
 from scalejax.train.precision import check_precision, init_model
@@ -49,17 +51,23 @@ def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None
     best_value(experiment, task.metrics())
     _check_validation(experiment, task)
     task.check(experiment, mesh, data)
-    collection, looked_up = None, task.schema
+    collection, looked_up, towers = None, task.schema, _towers_on_hosts(experiment, task, mesh)
     if tables:
         on_devices = cached(tables, experiment.tables.tiers)
         looked_up = cached_schema(task.schema, on_devices)
+        plan = experiment.tables.sharding
+        if towers is not None:
+            features = {table.name: table.features for table in on_devices}
+            plan = to_towers.in_hosts(plan, features, towers, mesh.size // towers.hosts)
         collection = EmbeddingCollection(
             tables=on_devices,
             mesh=mesh,
-            plan=experiment.tables.sharding,
+            plan=plan,
             exchange=experiment.tables.exchange,
             accumulate=experiment.tables.accumulate,
         )
+        if towers is not None:
+            to_towers.check(collection.stacks, towers)
     model = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment.precision, mesh))
     size, dedup = experiment.data.batch_size, experiment.tables.dedup
     constants, example = None, None
@@ -77,6 +85,7 @@ def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None
         plain_layout=() if collection is None else collection.layout(looked_up, size),
         constants=constants,
         example=example,
+        towers=towers,
     )
     _check_divides(program)
     _check_stages(program)
@@ -185,6 +194,29 @@ def _with_maps(tables: tuple[TableConfig, ...], experiment: Experiment) -> tuple
             )
         new.append(table if found[0] is None else dataclasses.replace(table, id_map=found[0].id_map))
     return tuple(new)
+
+
+def _towers_on_hosts(experiment: Experiment, task: Task, mesh: Mesh) -> HostTowers | None:
+    """The towers whose modules run between the hops of the exchange; None where it has none.
+
+    Raises:
+      UserError: the model has no towers, or they do not go with the mesh or with deduplication.
+    """
+    hosts = mesh.shape["replica"]
+    if experiment.tables.exchange.route != "towers":
+        return None
+    if task.towers is None:
+        raise UserError(
+            "tables.exchange.route is 'towers', which runs the modules of towers between the hops, but "
+            f"{type(experiment.model).__name__} has none. Set --set tables.exchange.route=two_level, or take a model "
+            "over towers (models.recsys.towers.TowersConfig)."
+        )
+    if experiment.tables.dedup:
+        raise UserError(
+            "tables.exchange.route is 'towers', with which a host has the examples of others but not which of them "
+            "share a row; got tables.dedup. Leave that out, or set --set tables.exchange.route=two_level."
+        )
+    return task.towers.on_hosts(hosts) if hosts > 1 else None
 
 
 def _check_without_tables(experiment: Experiment, task: Task) -> None:

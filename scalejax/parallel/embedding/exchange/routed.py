@@ -173,31 +173,47 @@ def fetch(
     if here.by_rows and way.slots is None:
         for look in here.by_rows:
             # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
-            rows = _read(table, way.arrived[look.part], stack)
+            rows = read(table, way.arrived[look.part], stack)
             results[look] = pool(shard, look, rows.astype(stack.wide_dtype), zero)
     elif here.by_rows:
         assert way.slots is not None
-        rows = _read(table, way.arrived[:arrivals], stack)
+        rows = read(table, way.arrived[:arrivals], stack)
         rows = _carry_rows(here, rows, way, "to senders")
         for look in here.by_rows:
             own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
             results[look] = pool(shard, look, own.astype(stack.wide_dtype), zero)
     if here.by_bags:
-        assert way.bags is not None
-        rows = _read(table, way.arrived[arrivals:last], stack).astype(stack.wide_dtype)
-        if way.weights is not None:
-            rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], zero)
-        sums = ops.pool_rows(rows, way.bags, stack.devices * most_bags(here.by_bags))
-        sums = carry(here, in_blocks(here, sums), "to senders")
+        sums = carry(here, pool_bags(here, table, way), "to senders")
         for look in here.by_bags:
             (rank,) = look.member.ranks
             results[look] = average(shard, look, sums[rank, look.bag : look.bag + look.feature.bags], zero)
     if way.through is not None:
-        results |= through_hosts.fetch(here, _read(table, way.arrived[last:], stack), way.through)
+        results |= through_hosts.fetch(here, read(table, way.arrived[last:], stack), way.through)
     return [results[look] for look in here.lookups]
 
 
-def _read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
+def pool_bags(
+    here: LocalStack, table: "Float[Array, 'rows dim'] | UInt32[Array, 'rows words']", way: Route
+) -> "Float[Array, 'devices bags dim']":
+    """Sums of the bags of "bags" here, at the owner, for every device."""
+    assert way.bags is not None
+    stack, (arrivals, last) = here.stack, way.ends
+    rows = read(table, way.arrived[arrivals:last], stack).astype(stack.wide_dtype)
+    if way.weights is not None:
+        rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], here.zero)
+    return in_blocks(here, ops.pool_rows(rows, way.bags, stack.devices * most_bags(here.by_bags)))
+
+
+def unpool_bags(here: LocalStack, bags: "Float[Array, 'devices bags dim']", way: Route) -> "Float[Array, 'slots dim']":
+    """The gradient of `pool_bags`: one for every arrival of "bags"."""
+    assert way.bags is not None
+    slots = bags.reshape(-1, here.stack.dim).at[way.bags].get(mode="fill", fill_value=0)
+    if way.weights is not None:
+        slots = rounded(slots * way.weights.astype(slots.dtype)[:, None], here.zero)
+    return slots
+
+
+def read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
     """Rows, in the number format that the stack is read in."""
     rows = ops.gather_rows(table, ids)
     if stack.reads is None:
@@ -219,14 +235,9 @@ def return_grads(
             occurrences = _carry_rows(here, sent, way, "to owners")
         parts.append(occurrences)
     if here.by_bags:
-        assert way.bags is not None
         shares = {look: average(shard, look, of[look], zero) for look in here.by_bags}
         blocks = arrange(shares, here.stack.devices, _owner, lambda look: look.bag, most_bags(here.by_bags), 0)
-        arrived = carry(here, blocks, "to owners").reshape(-1, here.stack.dim)
-        slots = arrived.at[way.bags].get(mode="fill", fill_value=0)
-        if way.weights is not None:
-            slots = rounded(slots * way.weights.astype(slots.dtype)[:, None], zero)
-        parts.append(slots)
+        parts.append(unpool_bags(here, carry(here, blocks, "to owners"), way))
     if way.through is not None:
         parts.append(through_hosts.return_grads(here, of, way.through))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

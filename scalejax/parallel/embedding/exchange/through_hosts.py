@@ -135,18 +135,24 @@ def send(
 
 def fetch(here: LocalStack, rows: jax.Array, way: HostRoute) -> dict[Lookup, jax.Array]:
     """float[L * K, dim] of what arrived -> the pooled vectors of each feature, where the examples are."""
+    sums = carry_hop(here, pool(here, rows, way), "between hosts", "to senders")  # T V dim
+    return {
+        look: average(
+            here.shard, look, sums[host_of(here.stack, look), look.bag : look.bag + look.feature.bags], here.zero
+        )
+        for look in here.by_host
+    }
+
+
+def pool(here: LocalStack, rows: jax.Array, way: HostRoute) -> jax.Array:
+    """float[L * K, dim] of what arrived -> float[T, V, dim] between the hops: sums of bags of the peer on each host."""
     stack, hosts = here.stack, here.stack.hosts
     blocks = rows.reshape(stack.in_host, -1, stack.dim)
     flat = carry_hop(here, blocks, "within hosts", "to senders").reshape(-1, stack.dim)
     own = flat.at[way.slots].get(mode="fill", fill_value=0).astype(stack.wide_dtype)  # T*S dim
     if way.weights is not None:
         own = rounded(own * way.weights.astype(own.dtype)[:, None], here.zero)
-    sums = ops.pool_rows(own, way.bags, hosts * most_bags(here.by_host)).reshape(hosts, -1, stack.dim)
-    sums = carry_hop(here, sums, "between hosts", "to senders")  # T V dim
-    return {
-        look: average(here.shard, look, sums[host_of(stack, look), look.bag : look.bag + look.feature.bags], here.zero)
-        for look in here.by_host
-    }
+    return ops.pool_rows(own, way.bags, hosts * most_bags(here.by_host)).reshape(hosts, -1, stack.dim)
 
 
 def return_grads(here: LocalStack, of: dict[Lookup, jax.Array], way: HostRoute) -> jax.Array:
@@ -157,7 +163,12 @@ def return_grads(here: LocalStack, of: dict[Lookup, jax.Array], way: HostRoute) 
     blocks = arrange(
         shares, stack.hosts, lambda look: host_of(stack, look), lambda look: look.bag, vectors, 0
     )  # T V dim
-    bags = carry_hop(here, blocks, "between hosts", "to owners").reshape(-1, stack.dim)
+    return unpool(here, carry_hop(here, blocks, "between hosts", "to owners"), way)
+
+
+def unpool(here: LocalStack, bags: jax.Array, way: HostRoute) -> jax.Array:
+    """The gradient of `pool`: float[T, V, dim] -> float[L * K, dim], one for every arrival."""
+    stack, bags = here.stack, bags.reshape(-1, here.stack.dim)
     slots = bags.at[way.bags].get(mode="fill", fill_value=0)
     if way.weights is not None:
         slots = rounded(slots * way.weights.astype(slots.dtype)[:, None], here.zero)

@@ -215,10 +215,10 @@ def average(shard: DeviceJagged, look: Lookup, sums: jax.Array, zero: jax.Array)
     """Sums of bags -> their means where the table wants means."""
     if look.member.config.pooling != "mean" or look.feature.length == 1:
         return sums
-    return rounded(sums * _shares(shard, look, sums.dtype, zero)[:, None], zero)
+    return rounded(sums * shares(shard, look, sums.dtype, zero)[:, None], zero)
 
 
-def _shares(shard: DeviceJagged, look: Lookup, dtype: jnp.dtype, zero: jax.Array) -> jax.Array:
+def shares(shard: DeviceJagged, look: Lookup, dtype: jnp.dtype, zero: jax.Array) -> jax.Array:
     """float[b]: 1 / ids of each bag. A compiler makes this product of a division, or not; written out it always is."""
     length = look.feature.length
     counts = shard.counts(look.feature) if length is None else jnp.full(look.feature.bags, length)

@@ -57,7 +57,9 @@ class Exchange:
         (over the mesh axis `replica`) and between those of a host, so that fewer and larger messages cross the slow
         links: ids and gradients first between hosts, vectors first within them (the tower transform of DMT, arXiv
         2403.00877). The results are equal to the bit. Only "padded", and not with tables that are copied to hosts.
-      within_host: With "two_level", what vectors and gradients travel as within a host; `forward` and `backward` are
+        "towers": as "two_level", and the modules of a model over towers run between the hops, each tower on one index
+        of `replica` with its parameters, so that only what leaves them crosses to other hosts.
+      within_host: With "two_level" and "towers", what vectors and gradients travel as within a host; `forward` and `backward` are
         then of those between hosts.
     """
 
@@ -68,7 +70,7 @@ class Exchange:
     loss_scale: float = 1.0
     overflow: Literal["fail", "count"] = "fail"
     all_to_all: Literal["padded", "ragged"] = "padded"
-    route: Literal["flat", "two_level"] = "flat"
+    route: Literal["flat", "two_level", "towers"] = "flat"
     within_host: Wire = "full"
 
     def __post_init__(self) -> None:
@@ -83,10 +85,10 @@ class Exchange:
             raise UserError(f"Exchange: loss_scale must be a positive number; got {self.loss_scale}.")
         check_one_of("Exchange: overflow", self.overflow, ("fail", "count"))
         check_one_of("Exchange: all_to_all", self.all_to_all, ("padded", "ragged"))
-        check_one_of("Exchange: route", self.route, ("flat", "two_level"))
-        if self.route == "two_level" and self.all_to_all == "ragged":
+        check_one_of("Exchange: route", self.route, ("flat", "two_level", "towers"))
+        if self.route != "flat" and self.all_to_all == "ragged":
             raise UserError(
-                "Exchange: route='two_level' exchanges blocks of one size; got all_to_all='ragged'. Use --set "
+                f"Exchange: route={self.route!r} exchanges blocks of one size; got all_to_all='ragged'. Use --set "
                 "tables.exchange.all_to_all=padded, or --set tables.exchange.route=flat."
             )
         if self.route == "flat" and self.within_host != "full":

@@ -15,7 +15,7 @@ from jax import lax
 from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.stochastic import hash_bits, stochastic_round
 from scalejax.parallel.embedding.exchange.local import LocalStack
-from scalejax.parallel.embedding.exchange.routed import Route, return_grads, to_owners, to_senders
+from scalejax.parallel.embedding.exchange.routed import Route, to_owners, to_senders
 from scalejax.parallel.embedding.ids.occurrences import Lookup, slots_of_member, unpool
 from scalejax.parallel.embedding.plan.row_numbers import name_hashes, row_numbers
 from scalejax.parallel.embedding.plan.sharding_plan import Accumulate
@@ -80,7 +80,7 @@ def plan_update(here: LocalStack, way: Route, copies: int) -> ops.RowPlan:
 
 
 def update_stack(
-    here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan, grads: Sequence[jax.Array], inputs: StepInputs
+    here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan, arrived: jax.Array, inputs: StepInputs
 ) -> Leaves:
     """One optimizer step on the rows of a stack that live here. Runs inside a shard_map over all axes.
 
@@ -89,11 +89,10 @@ def update_stack(
       leaves: Local rows [L, dim] and row states.
       way: From the lookup.
       plan: From `plan_update`.
-      grads: Per feature, the gradient of what the lookup returned, in the dtype of the computation.
+      arrived: float[A, dim], the gradient of every arrival, from `routed.return_grads`.
       inputs: Of this step.
     """
     stack, axes = here.stack, here.axes
-    arrived = return_grads(here, grads, way)
     if way.sequence is not None:
         arrived = arrived[way.sequence]
     if axes.copy_axes:
