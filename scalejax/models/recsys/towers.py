@@ -13,9 +13,9 @@ of width N, X in R^(F x N):
     LinearCompression, FactorizationMachine (`interactions`), or several side by side
     logits    = base model over [dense features, U of tower 0, U of tower 1, ...]
 
-Every parameter of the towers has a leading axis of towers, "towers", so that each host can hold its own: with
-tables.exchange.route=towers it does, and the modules run there, on a `HalfWay` in the place of embedded features. Towers with
-fewer features than the largest have zero vectors in their place: these change neither what a tower gives nor its
+Every parameter of the towers has a leading axis of towers, "towers", so that each host can hold its own. With
+tables.exchange.route=towers it does: the modules run there, on a `HalfWay` in the place of embedded features. Towers
+with fewer features than the largest have zero vectors in their place: these change neither what a tower gives nor its
 gradients, and cost its FLOPs. Parameters start as in the largest tower.
 
 Axes: B examples, T towers, F features of the largest, N and D widths.
@@ -297,13 +297,12 @@ class Towers(nnx.Module):
         self, embedded: dict[str, jax.Array] | HalfWay, dense: jax.Array, *, key: jax.Array | None = None
     ) -> jax.Array:
         """Returns logits, float32[B, T] (float64 where the model computes in float64)."""
-        half_way = embedded if isinstance(embedded, HalfWay) else None
-        x, present = self.gather(embedded) if half_way is None else half_way.by_tower()
+        x, present = embedded.by_tower() if isinstance(embedded, HalfWay) else self.gather(embedded)
         x = self.interact(
             x.astype(self.compute_dtype), present, key=None if key is None else jax.random.fold_in(key, 1)
         )
-        if half_way is not None:
-            x = half_way.to_examples(x)
+        if isinstance(embedded, HalfWay):
+            x = embedded.to_examples(x)
         return self.over({name: x[place] for name, place in self.places}, dense, key=key)
 
 

@@ -94,9 +94,9 @@ class EmbeddingCollection:
             )
         if self.exchange.route != "flat" and self.plan is not None and self.plan.replicas == "copy":
             raise UserError(
-                f"EmbeddingCollection: exchange.route={self.exchange.route!r} crosses between hosts, and with the plan's "
-                "replicas='copy' every host has all tables: no vector crosses. Use tables.exchange.route=flat, or "
-                "a plan with replicas='shard'."
+                f"EmbeddingCollection: exchange.route={self.exchange.route!r} crosses between hosts, and with the "
+                "plan's replicas='copy' every host has all tables: no vector crosses. Use tables.exchange.route=flat, "
+                "or a plan with replicas='shard'."
             )
         if self.exchange.all_to_all == "ragged":
             ragged.check_platform(self.mesh)
@@ -353,8 +353,8 @@ class EmbeddingCollection:
         Args:
           state: The state that was looked up.
           routing: From that lookup.
-          grads: Gradients of the loss, shaped like what `fetch` or `fetch_half_way` returned. Those of positions without a row are not
-            read.
+          grads: Gradients of the loss, shaped like what `fetch` or `fetch_half_way` returned. Those of positions without
+            a row are not read.
           learning_rate_scale: Factor on the learning rate of every table.
           when: bool[], whether the step is taken; where not, no row is written and nothing is counted but faults. None
             = it is.

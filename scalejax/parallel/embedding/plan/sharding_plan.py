@@ -59,8 +59,8 @@ class Exchange:
         2403.00877). The results are equal to the bit. Only "padded", and not with tables that are copied to hosts.
         "towers": as "two_level", and the modules of a model over towers run between the hops, each tower on one index
         of `replica` with its parameters, so that only what leaves them crosses to other hosts.
-      within_host: With "two_level" and "towers", what vectors and gradients travel as within a host; `forward` and `backward` are
-        then of those between hosts.
+      within_host: With "two_level" and "towers", what vectors and gradients travel as within a host; `forward` and
+        `backward` are then of those between hosts.
     """
 
     capacity_factor: float = 2.0
