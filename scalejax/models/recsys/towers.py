@@ -114,8 +114,9 @@ class DlrmTowerModule(nnx.Module):
         (n, b, width), c, d = x.shape, self.config.each, self.config.dim
         parts = [] if self.mixed is None else [vectors(self.mixed(rows(x)), d)]  # p B D
         if self.each is not None:
-            own = self.each(x.reshape(n * b, width)).reshape(n, b, c, d)
-            parts.append(own.swapaxes(1, 2).reshape(n * c, b, d))
+            # Examples outermost: they are cut over devices, and merged behind features they would have to be gathered.
+            own = self.each(x.swapaxes(0, 1).reshape(b * n, width)).reshape(b, n, c, d)
+            parts.append(own.transpose(1, 2, 0, 3).reshape(n * c, b, d))
         return jnp.concatenate(parts)
 
 

@@ -353,8 +353,8 @@ class EmbeddingCollection:
         Args:
           state: The state that was looked up.
           routing: From that lookup.
-          grads: Gradients of the loss, shaped like what `fetch` or `fetch_half_way` returned. Those of positions without
-            a row are not read.
+          grads: Gradients of the loss, shaped like what `fetch` or `fetch_half_way` returned. Those of positions
+            without a row are not read.
           learning_rate_scale: Factor on the learning rate of every table.
           when: bool[], whether the step is taken; where not, no row is written and nothing is counted but faults. None
             = it is.

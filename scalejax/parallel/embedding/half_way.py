@@ -13,6 +13,7 @@ Axes: H hosts, T towers, K = T / H of a host, F features of the largest tower, N
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -46,32 +47,44 @@ class HalfWay:
     def by_tower(self) -> tuple[jax.Array, jax.Array]:
         """float[T, F, B, N], zeros where a tower has no feature, and bool[T, F], whether it has.
 
-        In the explicit form those of this host: [K, F, H * b, N] for b examples of a device. The order of examples is
+        In the explicit form those of this host: [K, F, b * H, N] for b examples of a device. The order of examples is
         one of its own, which `to_examples` undoes.
         """
-        hosts, each, present = self.towers.hosts, self.towers.each, jnp.asarray(self.towers.present)
-        groups = 1 if _is_explicit() else hosts
-        x = self.vectors.reshape(groups, -1, hosts, each, *self.vectors.shape[2:])  # G b H K F N
-        x = x.transpose(0, 3, 4, 1, 2, 5).reshape(groups * each, x.shape[4], -1, x.shape[5])
+        present = jnp.asarray(self.towers.present)
         if _is_explicit():
-            return x, lax.dynamic_slice_in_dim(present, lax.axis_index("replica") * each, each)
-        return lax.with_sharding_constraint(x, P("replica", None, BATCH_AXES[1:])), present
+            begin = lax.axis_index("replica") * self.towers.each
+            present = lax.dynamic_slice_in_dim(present, begin, self.towers.each)
+        return _on_devices(functools.partial(_by_tower, self.towers), _EXAMPLES, _AT_TOWERS, self.vectors), present
 
     def to_examples(self, x: jax.Array) -> jax.Array:
         """float[T, O, B, D] of what `by_tower` gave -> float[T, O, B, D] in the order of examples, each at its own.
 
-        In the explicit form [K, O, H * b, D] -> [T, O, b, D].
+        In the explicit form [K, O, b * H, D] -> [T, O, b, D].
         """
-        if _is_explicit():
-            return _hop(self.towers.hosts, self.exchange, x)
-        move = functools.partial(_hop, self.towers.hosts, self.exchange)
-        return jax.shard_map(
-            move, in_specs=P("replica"), out_specs=P(None, None, "replica"), axis_names={"replica"}, check_vma=False
-        )(x)
+        hop = functools.partial(_hop, self.towers.hosts, self.exchange)
+        return _on_devices(hop, _AT_TOWERS, P(None, None, BATCH_AXES), x)
+
+
+_EXAMPLES, _AT_TOWERS = P(BATCH_AXES), P("replica", None, BATCH_AXES[1:])
 
 
 def _is_explicit() -> bool:
     return "replica" in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _on_devices(local: Callable[[jax.Array], jax.Array], before: P, after: P, x: jax.Array) -> jax.Array:
+    """`local` of what each device has."""
+    if _is_explicit():
+        return local(x)
+    axes = set(BATCH_AXES)
+    return jax.shard_map(local, in_specs=before, out_specs=after, axis_names=axes, check_vma=False)(x)
+
+
+def _by_tower(towers: HostTowers, vectors: jax.Array) -> jax.Array:
+    """[b, H * K, F, N] -> [K, F, b * H, N]."""
+    rows, _, room, dim = vectors.shape
+    x = vectors.reshape(rows, towers.hosts, towers.each, room, dim).transpose(2, 3, 0, 1, 4)
+    return x.reshape(towers.each, room, -1, dim)
 
 
 @compat.custom_vjp(0, 1)

@@ -5,6 +5,7 @@ on them, and sends on what these return. Gradients of a module are summed over t
 would be wrong by exactly their number, which Adam hides. So steps are those of SGD, and a first step is its gradient.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -13,10 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import small_run
+from changes import changed
 from covering import covering
 
 from scalejax import optim
 from scalejax.data import Categorical
+from scalejax.errors import UserError
 from scalejax.models.recsys.dcnv2 import DcnV2Config
 from scalejax.models.recsys.dhen import DhenConfig, EnsembleLayer
 from scalejax.models.recsys.dlrm import DlrmConfig
@@ -25,10 +28,16 @@ from scalejax.models.recsys.towers import DcnTower, DlrmTower, TowersConfig
 from scalejax.models.recsys.wukong import WukongConfig
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import Sgd
+from scalejax.parallel.embedding.ids.jagged import DedupGroup
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.towers import Partition
-from scalejax.train.experiment import Precision
+from scalejax.plan import explain_sharding
+from scalejax.train import loop
+from scalejax.train.checkpoints.checkpoint import Checkpointer
+from scalejax.train.experiment import Checkpoints, Precision
+from scalejax.train.runs import binding
 from scalejax.train.runs.run import Run
 
 FEATURES = tuple(
@@ -108,24 +117,23 @@ def over_towers(rows, count, modules="DLRM", base="DLRM", **changes):
     return small_run.experiment(rows, **{**whole, **changes})
 
 
+def arrays(run, state):
+    stored = run.to_stored(state)
+    return {part: jax.tree.map(np.asarray, stored[part]) for part in ("params", "tables")}
+
+
 def trained(experiment, mesh, devices, steps):
     """(losses, what is stored at first, after the first step and after the last, the state)."""
     run = Run.bind(experiment, experiment.data.build(), make_mesh(mesh, jax.devices()[:devices]))
     state, host = run.begin()
-    losses, stored = [], []
-
-    def keep(state):
-        whole = run.to_stored(state)
-        stored.append({part: jax.tree.map(np.asarray, whole[part]) for part in ("params", "tables")})
-
-    keep(state)
+    losses, stored = [], [arrays(run, state)]
     with run.feed(host, steps) as feed:
         for step in range(steps):
             feed.take()
             state, loss = feed.step(state)
             losses.append(float(loss))
             if step in (0, steps - 1):
-                keep(state)
+                stored.append(arrays(run, state))
     return losses, stored, state
 
 
@@ -154,7 +162,7 @@ def compare(rows, hosts, count, modules, base, strategy, option):
         close(gradient(found, part), gradient(stored, part))
     close(found[-1], stored[-1])
     changes = {path: np.abs(g).max() for path, g in gradient(stored, "params").items()}
-    assert all(change > 1e-4 for change in changes.values()), changes  # a mean over devices would not go unnoticed
+    assert all(change > 1e-7 for change in changes.values()), changes  # a mean over devices would not go unnoticed
     return state
 
 
@@ -180,3 +188,135 @@ COVERING = covering(list(itertools.product(HOSTS, MODULES, BASES, STRATEGIES, OP
 )
 def test_towers_on_their_hosts_train_as_all_on_one_device(rows, hosts, modules, base, strategy, option):
     compare(rows, *hosts, modules, base, strategy, option)
+
+
+EQUAL = tuple(Categorical(name=f"c{i}", rows=64) for i in range(8))
+
+
+def compiled(rows, hosts, form, module, width=16):
+    """A step in float32 over towers of equal size, its collectives and the bytes of a device's vectors."""
+    each = 8 // hosts
+    dealt = tuple(tuple(f.name for f in EQUAL[t * each : (t + 1) * each]) for t in range(hosts))
+    base = DlrmConfig(dim=width, bottom_hidden=(6,), top_hidden=(7,))
+    experiment = over_towers(
+        rows,
+        2,
+        model=TowersConfig(base=base, towers=Partition(towers=dealt), modules=module),
+        data__categorical=EQUAL,
+        precision=Precision(),
+        tables__dtype=None,
+        strategy=STRATEGIES[form],
+    )
+    mesh = make_mesh(MeshShape(replica=hosts, fsdp=8 // hosts))
+    program = binding.bind(experiment, experiment.data.schema(), mesh)
+    done = program.train_step.lower(program.abstract_state(), program.abstract_batch()).compile()
+    return program, explain_sharding(done, mesh), experiment.data.batch_size // 8 * len(EQUAL) * width * 4
+
+
+@pytest.mark.default_cases("implicit-2-4", "explicit-4-2")
+@pytest.mark.parametrize("compression", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("hosts", [2, 4, 8])
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_what_crosses_between_hosts_is_what_leaves_the_towers(rows, form, hosts, compression):
+    """b W (T - 1) / T / c numbers each way, between one device of every host."""
+    module = DlrmTower(dim=16 // compression)
+    program, found, vectors = compiled(rows, hosts, form, (module,))
+    assert program.task.model.compression == compression
+    inside = 8 // hosts
+    between = [c for c in found if "replica" in c.axes and c.kind == "all-to-all"]
+    assert all({device // inside for device in group} == {*range(hosts)} for c in between for group in c.groups)
+    assert all(len(group) == hosts for c in between for group in c.groups)
+    ids = 8 * 8 * 4 * (2 if inside == 1 else 3)  # row, bag and, where a host has several, device of one id a feature
+    assert sorted(c.bytes for c in between) == sorted([ids, *[vectors // compression] * 2])
+    formula = vectors * (hosts - 1) // hosts // compression
+    assert [c.minimum_bytes for c in between if c.bytes != ids] == [formula] * 2 or vectors // compression == ids
+    # Gradients of a tower's parameters are summed within its host alone.
+    own = sum(p.size for name, p in program.model.params.items() if name.startswith("modules"))
+    sums = [c.bytes for c in found if c.axes == ("fsdp",) and c.kind == "all-reduce"]
+    assert sums == ([own * 4 // hosts] if inside > 1 else [])
+    assert {c.kind for c in found} == {"all-to-all", "all-reduce"}
+
+
+@pytest.mark.default_cases("DCN", "FM")
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "none"])
+def test_under_jit_a_device_computes_its_own_examples_alone(rows, module):
+    modules = tuple(
+        dataclasses.replace(m, dim=16) if isinstance(m, DlrmTower | DcnTower) else m for m in MODULES[module]
+    )
+    _, found, _ = compiled(rows, 2, "implicit", modules)
+    assert {c.kind for c in found} == {"all-to-all", "all-reduce"}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("strategy", ["explicit FULL_SHARD", pytest.param("implicit", marks=pytest.mark.slow)])
+def test_a_checkpoint_of_four_towers_on_eight_devices_goes_on_on_two_and_on_one(rows, tmp_path, strategy):
+    experiment = over_towers(
+        rows, 4, strategy=STRATEGIES[strategy], steps=3, checkpoints=Checkpoints(every=2), evaluation__every=0,
+        placement__mesh=MeshShape(replica=4, fsdp=2),
+    )  # fmt: skip
+    scores = loop.train(experiment, workdir=tmp_path)
+    found = {}
+    for devices, mesh in {8: MeshShape(replica=4, fsdp=2), 2: MeshShape(replica=2), 1: MeshShape()}.items():
+        run = Run.bind(experiment, experiment.data.build(), make_mesh(mesh, jax.devices()[:devices]))
+        assert (run.program.towers is None) == (devices == 1)
+        with Checkpointer(tmp_path / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
+            state, host = run.restore(checkpoints, 2)
+        opened = arrays(run, state)
+        with run.feed(host, 3) as feed:
+            feed.take()
+            state, loss = feed.step(state)
+        found[devices] = opened, arrays(run, state), float(loss)
+        kernel = state.params["modules/0/each/kernel"]
+        towers = max(1, 4 // mesh.resolve(devices)[0])
+        assert {shard.data.shape[0] for shard in kernel.addressable_shards} == {towers}
+    for devices in (2, 1):
+        jax.tree.map(np.testing.assert_array_equal, found[devices][0], found[8][0])
+        close(found[devices][1], found[8][1])
+        assert found[devices][2] == pytest.approx(found[8][2], rel=1e-12)
+    alone = loop.evaluate(changed(experiment, placement__mesh=None), workdir=tmp_path, split="test")
+    assert alone["test_logloss"] == pytest.approx(scores["test_logloss"], rel=1e-6)
+
+
+def bound(rows, count=4, mesh=None, **changes):
+    experiment = over_towers(rows, count, precision=Precision(), tables__dtype=None, **changes)
+    return binding.bind(experiment, experiment.data.schema(), make_mesh(mesh or MeshShape(replica=4, fsdp=2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh": MeshShape(replica=8, fsdp=1)}, r"got 4 towers and replica=8. Take replica=1 or 2 or 4 "),
+        ({"count": 8, "model": BASES["DLRM"]}, r"route is 'towers', .* but DlrmConfig has none. Set --set .*two_level"),
+        (
+            {"tables__dedup": (DedupGroup(features=("c0", "c1"), rows_per_example=1.0),)},
+            r"route is 'towers', .*; got tables.dedup",
+        ),
+        (
+            {"tables__sharding": ShardingPlan(tables=(TablePlan(table="c3", kind="row_wise"),))},
+            r"table 'c3' has rows on indices 0, 1, 2, 3 of .*, and feature 'c3' is in a tower of index 0; .*two_level",
+        ),
+        (
+            {"tables__sharding": ShardingPlan(tables=(TablePlan(table="c7", kind="table_wise", ranks=(0,)),))},
+            r"table 'c7' has rows on indices 0 of .*'c7' is in a tower of index 1; .* Leave the table out of",
+        ),
+        (
+            {"tables__sharding": ShardingPlan(tables=(TablePlan(table="c7", kind="data_parallel"),))},
+            r"table 'c7' has rows on indices 0, 1, 2, 3 of",
+        ),
+        ({"tables__sharding": ShardingPlan(replicas="copy")}, r"route='towers' crosses between hosts"),
+    ],
+)
+def test_what_does_not_go_with_towers_on_hosts_is_refused(rows, changes, words):
+    with pytest.raises(UserError, match=words):
+        bound(rows, **changes)
+
+
+def test_tables_that_a_plan_does_not_name_are_striped_in_the_host_of_their_tower(rows):
+    plan = ShardingPlan(
+        tables=(TablePlan(table="c7", kind="table_wise", ranks=(3,)), TablePlan(table="c1", kind="table_row_wise"))
+    )
+    program = bound(rows, tables__sharding=plan)
+    ranks = {m.config.name: m.ranks for stack in program.collection.stacks for m in stack.members}
+    assert ranks == {
+        name: (3,) if name == "c7" else (2 * t, 2 * t + 1) for t, tower in enumerate(TOWERS[4]) for name in tower
+    }
