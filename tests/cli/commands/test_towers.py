@@ -26,6 +26,10 @@ def towered() -> Experiment:
     model = TowersConfig(base=BASE, towers=TOWERS, modules=(DlrmTower(dim=4),))
     return small_run.experiment(DATA, model=model, steps=6)
 
+def hosted() -> Experiment:
+    towers = Partition(towers=(("item",), ("shop", "hour")))
+    return small_run.experiment(DATA, model=TowersConfig(base=BASE, towers=towers, modules=(DlrmTower(dim=4),)), steps=6)
+
 def narrow() -> Experiment:
     model = WukongConfig(dim=8, narrow=(NarrowGroup(features=("hour",), dim=4),), head_hidden=(8,), bottom_hidden=(8,))
     return small_run.experiment(DATA, model=model, steps=6)
@@ -102,3 +106,17 @@ def test_tables_of_several_widths_are_refused(invoke, folder):
 
 def test_a_folder_that_is_no_run_is_refused(invoke):
     one_error(invoke("towers", "nowhere", "--towers", "2"), "RUN_FOLDER nowhere does not exist")
+
+
+def test_a_run_of_towers_on_two_hosts_is_scored_anywhere_and_exported(invoke, folder, tmp_path):
+    on_hosts = ("--set", "tables.exchange.route=towers", "--set", "placement.mesh.replica=2")
+    run = train(invoke, folder, "hosted", *on_hosts)
+    done = invoke("export", run[0], str(tmp_path / "out"), *run[1:], "--json", str(tmp_path / "export.json"))
+    assert done.exit_code == 0, done.stderr
+    exported = json.loads((tmp_path / "export.json").read_text())
+    assert exported["scored"] == {"split": "validation", "examples": 64, "of": 64}
+    for mesh in ("replica=2,fsdp=4", "fsdp=8"):
+        done = invoke("eval", *run, "--mesh", mesh, "--split", "validation")
+        assert done.exit_code == 0, done.stderr
+        assert f"  {exported['quality']['auc_float32']:.4f}  " in done.stdout, done.stdout
+    one_error(invoke("eval", *run, "--mesh", "replica=4,fsdp=2"), "got 2 towers and replica=4. Take replica=1 or 2 ")
