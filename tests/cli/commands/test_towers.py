@@ -28,7 +28,8 @@ def towered() -> Experiment:
 
 def hosted() -> Experiment:
     towers = Partition(towers=(("item",), ("shop", "hour")))
-    return small_run.experiment(DATA, model=TowersConfig(base=BASE, towers=towers, modules=(DlrmTower(dim=4),)), steps=6)
+    model = TowersConfig(base=BASE, towers=towers, modules=(DlrmTower(dim=4),))
+    return small_run.experiment(DATA, model=model, steps=6)
 
 def narrow() -> Experiment:
     model = WukongConfig(dim=8, narrow=(NarrowGroup(features=("hour",), dim=4),), head_hidden=(8,), bottom_hidden=(8,))

@@ -1,7 +1,7 @@
 """Lookups that stop between the hops: the vectors and updates of the exchange that goes on, in both forms of a step."""
 
 import functools
-import zlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from scalejax.parallel.embedding.plan.placement import PlanRefused
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.towers import Partition
-from scalejax.plan import explain_sharding
 
 BATCH, DIM = 16, 32
 LENGTHS = (1, 3, None)
@@ -110,25 +109,8 @@ def stacked(towers, by_feature):
     return jnp.stack([jnp.stack([by_feature[n] for n in t] + [rest] * (room - len(t))) for t in towers])
 
 
-CASES = [
-    ("rows", ("table_row_wise",), "rowwise", True),
-    ("tables", ("table_wise",), "adam", False),
-    ("columns", ("table_column_wise",), "rowwise", True),
-    ("all kinds", ("table_row_wise", "table_wise", "table_column_wise"), "sgd", True),
-    ("no plan", (), "adagrad", False),
-]
-
-
-@pytest.mark.compiled_as_users_do
-@pytest.mark.default_cases("implicit-2-all kinds", "explicit-4-rows", "implicit-8-tables")
-@pytest.mark.parametrize(("kinds", "optimizer", "weighted"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-@pytest.mark.parametrize(("hosts", "count"), [(2, 2), (2, 4), (4, 4), (8, 8)], ids=["2", "2 of 2 towers", "4", "8"])
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
-def test_what_passes_through_towers_unchanged_is_the_exchange_to_the_bit(
-    form, hosts, count, kinds, optimizer, weighted
-):
-    towers = Partition(towers=TOWERS[count]).on_hosts(hosts)
-    on = collection(hosts, towers, kinds, optimizer)
+def same(on, towers, form, weighted=True):
+    """The exchange and what passes through towers: vectors, and tables after a step."""
     features = device_features(on, host_batch(weighted), BATCH, schema=SCHEMA)
     grads, state = given_grads(), numpy_stack(on, random_logical(on))
 
@@ -141,14 +123,74 @@ def test_what_passes_through_towers_unchanged_is_the_exchange_to_the_bit(
     def half(state, features, grads):
         routing = on.exchange_ids(features)
         x, pull = jax.vjp(functools.partial(through_towers, on, form), on.fetch_half_way(state, routing, towers))
-        (of_half_way,) = pull(stacked(TOWERS[count], grads))
+        (of_half_way,) = pull(stacked(towers.towers, grads))
         return x, on.update(state, routing, of_half_way)
 
     expected, after = whole(state, features, grads)
     x, found = half(state, features, grads)
-    for t, tower in enumerate(TOWERS[count]):
+    for t, tower in enumerate(towers.towers):
         for place, name in enumerate(tower):
             np.testing.assert_array_equal(x[t, place], expected[name], err_msg=name)
         assert (np.asarray(x[t, len(tower) :]) == 7).all()  # of which the tower has none
     jax.tree.map(np.testing.assert_array_equal, numpy_unstack(on, found), numpy_unstack(on, after))
     assert not np.asarray(on.faults(found)).any()
+
+
+CASES = [
+    ("rows", ("table_row_wise",), "rowwise", True),
+    ("tables", ("table_wise",), "adam", False),
+    ("columns", ("table_column_wise",), "rowwise", True),
+    ("all kinds", ("table_row_wise", "table_wise", "table_column_wise"), "sgd", True),
+    ("no plan", (), "adagrad", False),
+]
+
+
+HOSTS = {"2": (2, 2), "2 of 2 towers": (2, 4), "4": (4, 4), "8": (8, 8)}
+"""Hosts and towers."""
+PRODUCT = [
+    pytest.param(("implicit", "explicit")[(i + j) % 2], *HOSTS[hosts], *case[1:], id=f"{hosts}-{case[0]}")
+    for (i, hosts), (j, case) in itertools.product(enumerate(HOSTS), enumerate(CASES))
+]
+
+
+@pytest.mark.compiled_as_users_do
+@pytest.mark.default_cases("2 of 2 towers-all kinds", "4-rows", "8-tables")
+@pytest.mark.parametrize(("form", "hosts", "count", "kinds", "optimizer", "weighted"), PRODUCT)
+def test_what_passes_through_towers_unchanged_is_the_exchange_to_the_bit(
+    form, hosts, count, kinds, optimizer, weighted
+):
+    towers = Partition(towers=TOWERS[count]).on_hosts(hosts)
+    same(collection(hosts, towers, kinds, optimizer), towers, form, weighted)
+
+
+@pytest.mark.compiled_as_users_do
+@pytest.mark.default_cases("formats0")
+@pytest.mark.parametrize(
+    "formats",
+    [
+        {"forward": "int8", "backward": "float16", "loss_scale": 8.0, "within_host": "bfloat16"},
+        {"forward": "bfloat16", "backward": "bdr_mx9"},
+    ],
+)
+def test_formats_of_each_hop_are_those_of_the_exchange(formats):
+    towers = Partition(towers=TOWERS[4]).on_hosts(4)
+    same(collection(4, towers, ("table_row_wise", "table_wise"), pooling=("sum", "sum"), **formats), towers, "explicit")
+
+
+def test_what_has_no_host_is_refused():
+    towers = Partition(towers=TOWERS[4]).on_hosts(4)
+    others = Partition(towers=TOWERS[4][::-1]).on_hosts(4)
+    for on, towers_of, error, words in (
+        (collection(4, towers, (), route="flat"), towers, ValueError, "needs an exchange of two hops"),
+        (collection(4, towers, (), pooling=("sum", "none")), towers, ValueError, "table 't1' has pooling='none'"),
+        (
+            collection(4, towers, ()),
+            others,
+            PlanRefused,
+            r"table 't0' has rows on indices 0 of .* and feature 'f0' is in a tower of index 3; .*give it ranks of",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            on.fetch_half_way({}, None, towers_of)
+    with pytest.raises(UserError, match="got 2 towers and replica=4. Take replica=1 or 2 "):
+        Partition(towers=TOWERS[2]).on_hosts(4)
