@@ -192,5 +192,5 @@ def test_what_has_no_host_is_refused():
     ):
         with pytest.raises(error, match=words):
             on.fetch_half_way({}, None, towers_of)
-    with pytest.raises(UserError, match="got 2 towers and replica=4. Take replica=1 or 2 "):
+    with pytest.raises(UserError, match=r"got 2 towers and replica=4\. Take replica=1 or 2 "):
         Partition(towers=TOWERS[2]).on_hosts(4)
