@@ -64,7 +64,7 @@ BASES = {
     "DLRM": DlrmConfig(dim=N, bottom_hidden=(6,), top_hidden=(7,)),
     "DCNv2": DcnV2Config(dim=N, bottom_hidden=(6,), deep_hidden=(7,)),
     "Wukong": WukongConfig(
-        dim=2, feature_vectors=2, fm_outputs=3, lcb_outputs=3, rank=2, fmb_hidden=(5,), head_hidden=(4,),
+        dim=2, feature_vectors=2, fm_outputs=3, lcb_outputs=3, rank=2, fmb_hidden=(8,), head_hidden=(16,),
         bottom_hidden=(4,),
     ),
     "DHEN": DhenConfig(
@@ -158,7 +158,12 @@ def gradient(stored, part):
 
 
 def close(found, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-13), found, expected)
+    """To rounding of the largest number of each array: sums over examples nearly cancel in some."""
+
+    def same(a, b):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10 * np.abs(b).max(initial=0))
+
+    jax.tree.map(same, found, expected)
 
 
 def compare(rows, mesh, count, modules, base, strategy, option):
@@ -174,10 +179,6 @@ def compare(rows, mesh, count, modules, base, strategy, option):
     assert all(change > 1e-7 for path, change in changes.items() if path.startswith("modules")), changes
 
 
-CASES = [
-    (hosts, modules, "DLRM", strategy, "nothing")
-    for hosts, modules, strategy in itertools.product(HOSTS, MODULES, ("implicit", "explicit"))
-]
 DEFAULT = [
     ((2, 4), "DLRM", "DLRM", "implicit", "parts"),
     ((4, 4), "FM", "DCNv2", "explicit FULL_SHARD", "mean"),
@@ -191,7 +192,7 @@ COVERING = covering(list(itertools.product(HOSTS, MODULES, BASES, STRATEGIES, OP
     ("hosts", "modules", "base", "strategy", "option"),
     [
         case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow)
-        for case in dict.fromkeys([*DEFAULT, *CASES, *COVERING])
+        for case in dict.fromkeys([*DEFAULT, *COVERING])
     ],
 )
 def test_towers_on_their_hosts_train_as_all_on_one_device(rows, hosts, modules, base, strategy, option):
