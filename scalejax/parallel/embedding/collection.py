@@ -36,7 +36,7 @@ from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError, check_one_of
 from scalejax.parallel.embedding import lookup, mapped, packing
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.exchange import ragged, to_towers
+from scalejax.parallel.embedding.exchange import ragged
 from scalejax.parallel.embedding.exchange.through_maps import Assignment
 from scalejax.parallel.embedding.half_way import HalfWay
 from scalejax.parallel.embedding.ids import id_map
@@ -320,9 +320,9 @@ class EmbeddingCollection:
 
         Raises:
           PlanRefused: rows of a table are not on the host of its tower.
-          ValueError: an exchange of one hop, or tables that are not pooled or of several widths.
+          ValueError: an exchange of one hop, towers of other features, tables that are not pooled or of several widths,
+            or deduplicated features.
         """
-        to_towers.check(self.stacks, towers)
         return lookup.fetch_half_way(self.sharded, state, routing, towers)
 
     def lengths(self, features: DeviceJagged) -> dict[str, jax.Array]:

@@ -128,6 +128,9 @@ def fetch(sharded: ShardedTables, state: State, routing: Routing) -> dict[str, j
 
 def fetch_half_way(sharded: ShardedTables, state: State, routing: Routing, towers: HostTowers) -> HalfWay:
     """Rows of all features, as far as the hosts of their towers: see `EmbeddingCollection.fetch_half_way`."""
+    to_towers.check(sharded.stacks, towers)
+    if routing.features.inverse is not None:
+        raise ValueError("fetch_half_way: a host has no bags of examples whose features are deduplicated elsewhere.")
 
     def local(tables: dict[str, jax.Array], routes: dict[str, routed.Route], features: DeviceJagged) -> jax.Array:
         stacks = _local_stacks(sharded, features)
@@ -193,8 +196,7 @@ def update(
             plan, ahead = plans.get(stack.name), _plans_ahead(sharded, stack)
             own = [
                 by_feature[look.feature.name][..., look.member.start : look.member.stop].astype(stack.wide_dtype)
-                for look in here.lookups
-                if not half_way
+                for look in (() if half_way else here.lookups)
             ]
             if stack.update == "psum":
                 new[stack.name] = update_dense(here, leaves, way, own, inputs, sharded.axes)

@@ -54,11 +54,20 @@ def check(stacks: Sequence[Stack], towers: HostTowers) -> None:
 
     Raises:
       PlanRefused: rows of a table are not on the host of its tower.
-      ValueError: a table is not pooled, or has a width of its own.
+      ValueError: an exchange of one hop, other features, or a table that is not pooled or has a width of its own.
     """
     widths = {}
-    if any(stack.hosts == 1 and stack.spread == "striped" for stack in stacks):
-        raise ValueError("to_towers: needs an exchange of two hops (Exchange.route) and a mesh with replica > 1.")
+    if any(stack.hosts != towers.hosts and stack.spread == "striped" for stack in stacks):
+        raise ValueError(
+            f"to_towers: towers on {towers.hosts} hosts need an exchange of two hops (Exchange.route) on a mesh with "
+            f"replica={towers.hosts}."
+        )
+    features = {name for stack in stacks for member in stack.members for name in member.config.features}
+    if features != set(towers.places):
+        raise ValueError(
+            f"to_towers: the towers must have the features of the tables; {sorted(features ^ set(towers.places))} are "
+            "in one of the two alone."
+        )
     for stack in stacks:
         for member in stack.members:
             config = member.config

@@ -181,7 +181,13 @@ def test_what_has_no_host_is_refused():
     towers = Partition(towers=TOWERS[4]).on_hosts(4)
     others = Partition(towers=TOWERS[4][::-1]).on_hosts(4)
     for on, towers_of, error, words in (
-        (collection(4, towers, (), route="flat"), towers, ValueError, "needs an exchange of two hops"),
+        (collection(4, towers, (), route="flat"), towers, ValueError, "need an exchange of two hops"),
+        (
+            collection(4, towers, ()),
+            Partition(towers=(*TOWERS[4][:3], ("f7", "f11"))).on_hosts(4),
+            ValueError,
+            r"\['f10'\] are in one of the two alone",
+        ),
         (collection(4, towers, (), pooling=("sum", "none")), towers, ValueError, "table 't1' has pooling='none'"),
         (
             collection(4, towers, ()),
