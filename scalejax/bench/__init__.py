@@ -30,6 +30,7 @@ _NAMES = (
     "gcn_step",
     "vision_step",
     "embedding_update",
+    "sptt_exchange",
     "flash_attention",
     "grouped_matmul",
     "mx_quantize",
@@ -41,6 +42,8 @@ _NAMES = (
     "planner",
 )
 
+_CPU_DEVICES = {"sptt_exchange": 8}
+
 _THREADS = 2
 """CPU threads for both sides, so that numbers of different machines can be compared."""
 
@@ -48,6 +51,11 @@ _THREADS = 2
 def names() -> tuple[str, ...]:
     """Benchmarks that `run` knows."""
     return _NAMES
+
+
+def cpu_devices(name: str | None) -> int | None:
+    """Virtual CPU devices that a benchmark takes, to be made before jax starts; None = those of the machine."""
+    return _CPU_DEVICES.get(name or "")
 
 
 def run(

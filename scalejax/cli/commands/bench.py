@@ -27,9 +27,9 @@ def bench(
 
     Both must give equal outputs first; runs are interleaved, times are medians.
     """
-    environment.prepare()
     import scalejax.bench
 
+    environment.prepare(cpu_devices=scalejax.bench.cpu_devices(name))
     if show_names:
         for known in scalejax.bench.names():
             print(known)

@@ -1,0 +1,501 @@
+"""The exchange of tables between hosts with slow links: flat, in two levels, and compressed before it leaves a host.
+
+    python benchmarks/tower_exchange.py --json FILE --markdown FILE [--hosts 2 4] [--mbit 100 1000] [--turns 11]
+
+A host is a process of two devices in a network namespace of its own. Namespaces are joined by veth through a bridge in
+one more namespace, and `tc tbf` limits what each sends and receives; the machine's own network is left as it is.
+Namespaces and processes end with the process that made them, by the kernel, however it ends. That takes Linux,
+iproute2, util-linux, and root or a kernel that gives users namespaces. Elsewhere it says so and prints bytes over rate.
+
+A step is a lookup of one id a table and the update of its rows: ids, vectors and gradients cross once. Compressed, each
+vector is multiplied by a matrix N x N/c between the hops, and the gradient by its transpose. Before anything is timed,
+flat and two-level steps must give the same bits, and compressed ones what the same matrix gives after a flat lookup.
+
+Seconds by section 3.3 of the paper's sheet are bytes over measured rates, for T hosts of L devices of b examples with
+vectors of W numbers in all:
+
+    between hosts   L b (T - 1) / T (8 W / c + ids) bytes a host, at the rate of a plain all_to_all over the same axes
+    within hosts    b (L - 1) / L (8 W + ids) bytes a device, likewise; the flat exchange has none
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scalejax.bench import machine
+
+INSIDE = 2
+RATIOS = (1, 2, 4, 8)
+FLAT, PORT, TIMEOUT_S = "flat", 9761, 240
+
+ROWS_TOLERANCE = 1e-5
+"""Largest difference of rows after steps through a matrix, over the largest number: float32 sums of 64 products."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is measured in one set of namespaces.
+
+    Attributes:
+      hosts: T.
+      mbit: Megabits a second that a host may send, and receive.
+      turns: Timed steps of each form.
+      examples: b, of a device.
+      tables: Of 1,000 rows, one id a table in every example.
+      dim: Width of a table.
+      priority: Of the session's scheduling group while steps are timed (/proc/self/autogroup); None = as it is.
+    """
+
+    hosts: int
+    mbit: float
+    turns: int = 11
+    examples: int = 512
+    tables: int = 16
+    dim: int = 64
+    priority: int | None = None
+
+    @property
+    def ids(self) -> int:
+        """Bytes of the ids of an example: row and bag of each."""
+        return 2 * 4 * self.tables
+
+    def between(self, ratio: int) -> float:
+        """Bytes that leave a host in a step."""
+        vectors = 2 * 4 * self.tables * self.dim / ratio
+        return INSIDE * self.examples * (self.hosts - 1) / self.hosts * (vectors + self.ids)
+
+    @property
+    def within(self) -> float:
+        """Bytes that leave a device in a step for others of its host, in two levels."""
+        return self.examples * (INSIDE - 1) / INSIDE * (2 * 4 * self.tables * self.dim + self.ids)
+
+
+def names() -> tuple[str, ...]:
+    return (FLAT, *(f"c = {ratio}" for ratio in RATIOS))
+
+
+# In the namespace of the bridge, as its process 1
+
+
+def switch(task: Task) -> None:
+    """Makes the links, runs a process on each host, and ends with them."""
+    signal.signal(signal.SIGALRM, lambda *_: _end("ran too long"))
+    signal.alarm(TIMEOUT_S)
+    threading.Thread(target=lambda: (sys.stdin.read(), _end("was left alone")), daemon=True).start()
+    for line in ("ip link set lo up", "ip link add bridge0 type bridge", "ip link set bridge0 up"):
+        command(line)
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(INSIDE), "PJRT_NPROC": str(8 * INSIDE)}
+    workers: list[subprocess.Popen[bytes]] = []
+    errors: list[IO[bytes]] = []
+    for host in range(task.hosts):
+        program = [sys.executable, __file__, "--host", str(host), "--task", json.dumps(dataclasses.asdict(task))]
+        errors.append(tempfile.TemporaryFile())  # noqa: SIM115 - until the process ends
+        worker = subprocess.Popen(
+            ["unshare", "--net", "--uts", "sh", "-c", 'echo; read go; exec "$@"', "sh", *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors[-1],
+            env={**os.environ, **variables},
+        )
+        workers.append(worker)
+        _pipe(worker.stdout).readline()  # it has its namespace
+        link(host, worker.pid, task.mbit)
+    for worker in workers:
+        with _pipe(worker.stdin) as go:
+            go.write(b"\n")
+    for line in _pipe(workers[0].stdout):
+        print(line.decode(), end="", flush=True)
+    for host, (worker, said) in enumerate(zip(workers, errors, strict=True)):
+        if worker.wait():
+            said.seek(0)
+            _end(f"host {host}: exit {worker.returncode}\n{said.read().decode(errors='replace')[-4000:]}")
+
+
+def link(host: int, pid: int, mbit: float) -> None:
+    """A pair of interfaces, one in the namespace of a process, both limited in what they send."""
+    there = f"nsenter -t {pid} -n "
+    # A packet of TCP's has up to 64 kB before it is cut for the wire; below that the bucket cuts it, which takes long.
+    limit = f"root tbf rate {mbit}mbit burst {max(16_000, int(140 * mbit))} limit 16mb"
+    for line in (
+        f"ip link add port{host} type veth peer name eth0 netns {pid}",
+        f"ip link set port{host} master bridge0 up",
+        f"tc qdisc add dev port{host} {limit}",
+        f"{there}ip link set lo up",
+        f"{there}ip addr add {address(host)}/24 dev eth0",
+        f"{there}ip link set eth0 up",
+        f"{there}tc qdisc add dev eth0 {limit}",
+    ):
+        command(line)
+
+
+def address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+def command(line: str) -> None:
+    subprocess.run(line.split(), check=True)
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
+
+
+def _end(why: str) -> None:
+    print(f"tower_exchange: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+# On a host
+
+
+def measure(task: Task, host: int) -> None:
+    """Joins the others and measures; host 0 prints progress, then the results as a line of JSON."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # Gloo writes a remark on standard output for every connection
+    socket.sethostname(address(host))  # Gloo binds what the name resolves to
+    for name, value in (("congestion_control", "reno"), ("slow_start_after_idle", "0")):
+        pathlib.Path(f"/proc/sys/net/ipv4/tcp_{name}").write_text(value)
+
+    from scalejax.train import distributed
+
+    distributed.initialize(f"{address(0)}:{PORT}", task.hosts, host, timeout_s=60)
+    runs = prepared(task, host)
+    if host == 0:
+        print("measuring", file=out)
+    with priority(task.priority if host == 0 else None):
+        seconds = in_turns(runs, task.turns)
+    slowest = {
+        name: [max(each) for each in zip(*(one[name] for one in distributed.gather(seconds)), strict=True)]
+        for name in runs
+    }
+    sent = {name: sent_by(run) for name, run in runs.items() if name in names()}
+    if host == 0:
+        found = {"seconds": {n: statistics.median(s) for n, s in slowest.items()}, "of_turns": slowest, "sent": sent}
+        print(json.dumps(found), file=out)
+
+
+def prepared(task: Task, host: int) -> dict[str, Callable[[], object]]:
+    """What is timed, compiled, by name; every form has been seen to compute the same."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from scalejax.bench.cases import sptt_exchange as case
+    from scalejax.parallel.embedding.ids.jagged import DeviceJagged
+    from scalejax.parallel.embedding.sharded_tables import State
+    from scalejax.parallel.towers import Partition
+    from scalejax.plan import explain_sharding
+
+    devices = task.hosts * INSIDE
+    size = case.Size(tables=task.tables, rows=1000, dim=task.dim, ids=1, batch=task.examples * devices)
+    ids = case.random_ids(size, task.examples * INSIDE, seed=host)
+    make = functools.partial(case.collection, size, "table_wise", hosts=task.hosts, devices=jax.devices())
+    on = {route: make(route=route) for route in ("flat", "two_level")}
+    mesh = on["flat"].mesh
+    of_host = [[n for i, n in enumerate(size.features) if i % devices // INSIDE == h] for h in range(task.hosts)]
+    towers = Partition(towers=tuple(map(tuple, of_host))).on_hosts(task.hosts)
+
+    def matrix(ratio: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(1), (task.dim, task.dim // ratio)) / task.dim**0.5
+
+    class Compressed(case.Exchanged):
+        """Vectors times a matrix, and half the squares of that as the loss."""
+
+        def __init__(self, route: str, ratio: int) -> None:
+            self._matrix = matrix(ratio)
+            super().__init__(on[route], size, ids)
+
+        def _exchange(self, state: State, features: DeviceJagged) -> State:
+            routing = self.on.exchange_ids(features)
+            if self.on is on["flat"]:
+                vectors = self.on.fetch(state, routing)
+                grads = jax.grad(lambda x: sum(((v @ self._matrix) ** 2).sum() / 2 for v in x.values()))(vectors)
+                return self.on.update(state, routing, grads)
+
+            def loss(half_way: Any) -> jax.Array:
+                x, _ = half_way.by_tower()
+                return (half_way.to_examples(x @ self._matrix) ** 2).sum() / 2
+
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                grads = jax.grad(loss)(self.on.fetch_half_way(state, routing, towers))
+            return self.on.update(state, routing, grads)
+
+    forms = {FLAT: case.Exchanged(on["flat"], size, ids), "c = 1": case.Exchanged(on["two_level"], size, ids)}
+    for form in forms.values():
+        form.steps(2)
+    differ = forms[FLAT].differences(forms["c = 1"])
+    assert not differ, f"flat and two_level differ in their bits: {differ}"
+    forms |= {f"c = {ratio}": Compressed("two_level", ratio) for ratio in RATIOS[1:]}
+    one, two = forms[f"c = {RATIOS[-1]}"], Compressed("flat", RATIOS[-1])
+    for form in (one, two):
+        form.steps(2)
+    trees = (jax.tree.leaves(form.on.to_logical(form.state)) for form in (one, two))
+    off = jax.jit(
+        lambda a, b: jnp.stack([jnp.abs(x - y).max() / jnp.abs(y).max() for x, y in zip(a, b, strict=True)]).max()
+    )(*trees)
+    assert float(off) < ROWS_TOLERANCE, f"c = {RATIOS[-1]}: rows differ by {float(off):.1e} of the largest"
+    for ratio in RATIOS:
+        found = explain_sharding(forms[f"c = {ratio}"].compiled, mesh)
+        sent = sum(c.bytes for c in found if c.axes == ("replica",)) * INSIDE * (task.hosts - 1) / task.hosts
+        assert sent == task.between(ratio), (ratio, sent, task.between(ratio))
+
+    def plain(axes: tuple[str, ...], bytes_of_device: int) -> Callable[[], object]:
+        blocks = functools.reduce(lambda n, axis: n * mesh.shape[axis], axes, 1)
+        everywhere = P(mesh.axis_names)
+        shape = (devices, blocks, bytes_of_device // 4 // blocks)
+        x = jax.make_array_from_callback(
+            shape, NamedSharding(mesh, everywhere), lambda _: np.zeros((1, *shape[1:]), np.float32)
+        )
+        send = jax.jit(
+            jax.shard_map(
+                lambda x: jax.lax.all_to_all(x, axes, 1, 1, tiled=True),
+                mesh=mesh,
+                in_specs=everywhere,
+                out_specs=everywhere,
+                check_vma=False,
+            )
+        )
+        return lambda: jax.block_until_ready(send(x))
+
+    whole = 4 * task.examples * task.tables * task.dim
+    return {
+        "all": plain(("replica", "fsdp"), whole),
+        "between": plain(("replica",), whole),
+        "within": plain(("fsdp",), whole),
+        **{name: functools.partial(form.steps, 1) for name, form in forms.items()},
+    }
+
+
+def in_turns(runs: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """Seconds of each, turn by turn, after two that are not timed."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(turns + 2):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn >= 2:
+                found[name].append(time.perf_counter() - start)
+    return found
+
+
+def sent_by(run: Callable[[], object]) -> int:
+    """Bytes that leave this host in a run, with headers and acknowledgements, by the count of its interface."""
+
+    def count() -> int:
+        lines = pathlib.Path("/proc/self/net/dev").read_text().splitlines()
+        return int(next(line for line in lines if "eth0:" in line).partition(":")[2].split()[8])
+
+    before = count()
+    for _ in range(3):
+        run()
+    return round((count() - before) / 3)
+
+
+class priority:
+    """Sets that of the session's scheduling group, and sets it back; None = leaves it."""
+
+    _FILE = pathlib.Path("/proc/self/autogroup")
+
+    def __init__(self, nice: int | None) -> None:
+        self._nice = nice
+
+    def __enter__(self) -> None:
+        if self._nice is not None:
+            self._before = self._FILE.read_text().split()[-1]
+            self._FILE.write_text(str(self._nice))
+
+    def __exit__(self, *_: object) -> None:
+        if self._nice is not None:
+            self._FILE.write_text(self._before)
+
+
+# On the machine
+
+
+def namespaces() -> list[str]:
+    """The command that runs another with a network and processes of its own, which end with it."""
+    user = [] if os.getuid() == 0 else ["--map-root-user"]
+    return ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def not_permitted() -> str | None:
+    """Why namespaces with limited links cannot be made here, or None."""
+    missing = [name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not found"
+    trial = "ip link add bridge0 type bridge && ip link add port0 type veth peer name port1 && "
+    trial += "tc qdisc add dev port0 root tbf rate 1mbit burst 16000 limit 16000"
+    done = subprocess.run([*namespaces(), "sh", "-c", trial], capture_output=True, text=True, timeout=30, check=False)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["unshare failed"])[-1]
+
+
+def run(task: Task) -> dict[str, Any]:
+    """Measures in namespaces that are gone when it returns."""
+    program = [sys.executable, __file__, "--switch", "--task", json.dumps(dataclasses.asdict(task))]
+    with subprocess.Popen([*namespaces(), *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            lines = [line.decode().strip() for line in _pipe(process.stdout)]
+        finally:
+            process.kill()  # and with it all that it has started
+    if not lines or not lines[-1].startswith("{"):
+        raise SystemExit(f"tower_exchange: {task.hosts} hosts at {task.mbit:g} Mb/s gave no results, see above.")
+    return {**dataclasses.asdict(task), **json.loads(lines[-1])}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A form of the exchange.
+
+    Attributes:
+      name: `FLAT` or "c = ...".
+      sent: Bytes that leave a host, of ids, vectors and gradients.
+      on_wire: The same as its interface counts them.
+      seconds: Of a step, median.
+      formula: By measured rates.
+      over_flat: Time of the flat exchange over this.
+    """
+
+    name: str
+    sent: float
+    on_wire: int
+    seconds: float
+    formula: float
+    over_flat: float
+
+
+def rows(found: dict[str, Any]) -> list[Row]:
+    """A row for each form, of what `run` returned."""
+    task = Task(**{field.name: found[field.name] for field in dataclasses.fields(Task)})
+    seconds = found["seconds"]
+    rate = rates(found)
+    table = []
+    for name, ratio in zip(names(), (1, *RATIOS), strict=True):
+        formula = task.between(ratio) / rate["all" if name == FLAT else "between"]
+        if name != FLAT:
+            formula += task.within / rate["within"]
+        over = seconds[FLAT] / seconds[name]
+        table.append(Row(name, task.between(ratio), found["sent"][name], seconds[name], formula, over))
+    return table
+
+
+def rates(found: dict[str, Any]) -> dict[str, float]:
+    """Bytes a second: a host's to others by an all_to_all of all devices and of peers, a device's within its host."""
+    whole = 4 * found["examples"] * found["tables"] * found["dim"]
+    between = INSIDE * whole * (found["hosts"] - 1) / found["hosts"]
+    sent = {"all": between, "between": between, "within": whole * (INSIDE - 1) / INSIDE}
+    return {name: bytes_sent / found["seconds"][name] for name, bytes_sent in sent.items()}
+
+
+def markdown(results: Sequence[dict[str, Any]], line: str) -> str:
+    """The page."""
+    page = [
+        "# The exchange of tables over slow links",
+        "",
+        f"`{line}`",
+        "",
+        f"{results[0]['device']}, {results[0]['date']}, commit {results[0]['commit']}",
+        "",
+        "A host is a process of two devices in a network namespace; `tc tbf` limits what each sends and receives. A step is a lookup and an update:",
+        "ids, vectors and gradients cross once. Seconds are medians over turns, of the slowest host; every form has been checked against the flat one.",
+        "Rates are those of a plain all_to_all over the same axes, of as many bytes as the vectors of c = 1.",
+        "",
+    ]
+    for found in results:
+        rate = rates(found)
+        page += [
+            f"## {found['hosts']} hosts, {found['mbit']:g} Mb/s",
+            "",
+            f"{found['examples']} examples a device, {found['tables']} tables of {found['dim']} numbers, {found['turns']} turns. Measured rates: "
+            f"{rate['all'] * 8e-6:.1f} Mb/s a host by all devices, {rate['between'] * 8e-6:.1f} Mb/s by peers, "
+            f"{rate['within'] * 1e-6:,.0f} MB/s a device within a host.",
+            "",
+            "| exchange | MB a host sends | on the wire | ms a step | formula | measured / formula | flat / this |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in rows(found):
+            shown = row.name if row.name == FLAT else f"two levels, {row.name}"
+            page.append(
+                f"| {shown} | {row.sent / 1e6:.3f} | {row.on_wire / 1e6:.3f} | {row.seconds * 1e3:.1f} | "
+                f"{row.formula * 1e3:.1f} | {row.seconds / row.formula:.2f} | {row.over_flat:.2f} |"
+            )
+        page.append("")
+    return "\n".join(page)
+
+
+def bytes_over_rate(task: Task) -> str:
+    """What the links alone take, where nothing can be measured."""
+    lines = [f"{task.hosts} hosts at {task.mbit:g} Mb/s: bytes over rate, nothing measured"]
+    for name, ratio in zip(names(), (1, *RATIOS), strict=True):
+        sent = task.between(ratio)
+        lines.append(f"  {name:6s} {sent / 1e6:8.3f} MB a host  {sent * 8 / task.mbit / 1e3:8.1f} ms")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--mbit", type=float, nargs="+", default=[100, 1000])
+    parser.add_argument("--turns", type=int, default=Task.turns)
+    parser.add_argument("--examples", type=int, help="of a device; as it is, 512 at 100 Mb/s, more on faster links")
+    parser.add_argument("--priority", type=int, help="nice value of this session while it measures, for busy machines")
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--markdown", type=pathlib.Path)
+    parser.add_argument("--switch", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.task is not None:
+        task = Task(**json.loads(options.task))
+        switch(task) if options.switch else measure(task, options.host)
+        return
+    tasks = [
+        Task(
+            hosts=hosts,
+            mbit=mbit,
+            turns=options.turns,
+            priority=options.priority,
+            examples=options.examples or max(64, int(5.12 * min(mbit, 1000))),
+        )
+        for hosts, mbit in itertools.product(options.hosts, options.mbit)
+    ]
+    reason = not_permitted()
+    if reason is not None:
+        print(f"Network namespaces with limited links are not permitted here: {reason}.")
+        print("\n".join(bytes_over_rate(task) for task in tasks))
+        return
+    about = {"device": machine.device_name(None), "date": machine.today(), "commit": machine.commit()}
+    results = []
+    for task in tasks:
+        results.append(about | run(task))
+        print(markdown(results[-1:], "").split("\n\n", 4)[-1], flush=True)
+    line = " ".join(["python benchmarks/tower_exchange.py", *(argv if argv is not None else sys.argv[1:])])
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(results, line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
