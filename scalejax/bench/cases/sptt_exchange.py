@@ -15,8 +15,8 @@ own, and those of the peer.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Literal, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -82,7 +82,7 @@ def prepare(case: str, against: str | None) -> Contest:
     return contest(case, against, Size(), devices[:wanted])
 
 
-def contest(case: str, against: str | None, size: Size, devices: list[jax.Device]) -> Contest:
+def contest(case: str, against: str | None, size: Size, devices: Sequence[Any]) -> Contest:
     """Ours and the peer's exchange of the same ids."""
     kind, _, shape = case.partition("-")
     hosts = int(shape.partition("x")[0])
@@ -116,7 +116,7 @@ def contest(case: str, against: str | None, size: Size, devices: list[jax.Device
     )
 
 
-def collection(size: Size, kind: Kind, route: Route, hosts: int, devices: list[jax.Device]) -> EmbeddingCollection:
+def collection(size: Size, kind: Kind, route: Route, hosts: int, devices: Sequence[Any]) -> EmbeddingCollection:
     """Tables dealt to hosts in turn (table_row_wise), or to devices.
 
     Args:
