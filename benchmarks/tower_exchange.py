@@ -49,7 +49,7 @@ from scalejax.bench import machine
 
 INSIDE = 2
 RATIOS = (1, 2, 4, 8)
-FLAT, FREE, PORT, TIMEOUT_S = "flat", "without limits", 9761, 300
+FLAT, FREE, PORT, TIMEOUT_S = "flat", "without limits", 9761, 600
 
 
 PAGE = """\
