@@ -48,8 +48,9 @@ sys.path.insert(0, str(ROOT))
 from scalejax.bench import machine
 
 INSIDE = 2
-RATIOS = (1, 2, 4, 8)
 FLAT, FREE, PORT, TIMEOUT_S = "flat", "without limits", 9761, 600
+FORMS = {FLAT: 1, "c = 1": 1, "c = 2": 2, "c = 4": 4, "c = 8": 8}
+"""By how much vectors are narrower between hosts."""
 
 
 PAGE = """\
@@ -89,24 +90,19 @@ class Task:
     dim: int = 128
     priority: int | None = None
 
-    @property
-    def ids(self) -> int:
-        """Bytes of the ids of an example: row and bag of each."""
-        return 2 * 4 * self.tables
+    def ids(self, form: str) -> int:
+        """Bytes of the ids of an example: the row of each and, in two levels, its bag."""
+        return 4 * self.tables * (1 if form == FLAT else 2)
 
-    def between(self, ratio: int) -> float:
+    def between(self, form: str) -> float:
         """Bytes that leave a host in a step."""
-        vectors = 2 * 4 * self.tables * self.dim / ratio
-        return INSIDE * self.examples * (self.hosts - 1) / self.hosts * (vectors + self.ids)
+        vectors = 2 * 4 * self.tables * self.dim / FORMS[form]
+        return INSIDE * self.examples * (self.hosts - 1) / self.hosts * (vectors + self.ids(form))
 
     @property
     def within(self) -> float:
         """Bytes that leave a device in a step for others of its host, in two levels."""
-        return self.examples * (INSIDE - 1) / INSIDE * (2 * 4 * self.tables * self.dim + self.ids)
-
-
-def names() -> tuple[str, ...]:
-    return (FLAT, *(f"c = {ratio}" for ratio in RATIOS))
+        return self.examples * (INSIDE - 1) / INSIDE * (2 * 4 * self.tables * self.dim + self.ids("c = 1"))
 
 
 # In the namespace of the bridge, as its process 1
@@ -220,7 +216,7 @@ def measure(task: Task, host: int) -> None:
         found[links] = {name: statistics.median(each) for name, each in slowest.items()}
         found[f"{links}_turns"] = slowest
         if links == "limited":
-            found["sent"] = {name: sent_by(run) for name, run in runs.items() if name in names()}
+            found["sent"] = {name: sent_by(run) for name, run in runs.items() if name in FORMS}
     if host == 0:
         print(json.dumps(found), file=out)
 
@@ -277,16 +273,18 @@ def prepared(task: Task, host: int) -> dict[str, Callable[[], object]]:
         form.steps(2)
     differ = forms[FLAT].differences(forms["c = 1"])
     assert not differ, f"flat and two_level differ in their bits: {differ}"
-    forms |= {f"c = {ratio}": Compressed("two_level", ratio) for ratio in RATIOS[1:]}
-    one, two = forms[f"c = {RATIOS[-1]}"], Compressed("flat", RATIOS[-1])
+    forms |= {name: Compressed("two_level", ratio) for name, ratio in FORMS.items() if ratio > 1}
+    last, ratio = [*FORMS.items()][-1]
+    one, two = forms[last], Compressed("flat", ratio)
     for form in (one, two):
         form.steps(2)
     differ = one.differences(two)
-    assert not differ, f"c = {RATIOS[-1]}: between the hops and after a flat lookup differ in their bits: {differ}"
-    for ratio in RATIOS:
-        found = explain_sharding(forms[f"c = {ratio}"].compiled, mesh)
-        sent = sum(c.bytes for c in found if c.axes == ("replica",)) * INSIDE * (task.hosts - 1) / task.hosts
-        assert sent == task.between(ratio), (ratio, sent, task.between(ratio))
+    assert not differ, f"{last}: between the hops and after a flat lookup differ in their bits: {differ}"
+    for name, form in forms.items():
+        axes = ("replica", "fsdp") if name == FLAT else ("replica",)
+        compiled = sum(c.bytes for c in explain_sharding(form.compiled, mesh) if c.axes == axes)
+        sent = compiled * INSIDE * (task.hosts - 1) / task.hosts
+        assert sent == task.between(name), (name, sent, task.between(name))
 
     def plain(axes: tuple[str, ...], bytes_of_device: int) -> Callable[[], object]:
         blocks = functools.reduce(lambda n, axis: n * mesh.shape[axis], axes, 1)
@@ -397,7 +395,7 @@ class Row:
     """A form of the exchange.
 
     Attributes:
-      name: `FLAT` or "c = ...".
+      name: Of `FORMS`.
       sent: Bytes that leave a host, of ids, vectors and gradients.
       on_wire: The same as its interface counts them.
       seconds: Of a step, median.
@@ -420,8 +418,8 @@ def rows(found: dict[str, Any]) -> list[Row]:
     task = Task(**{field.name: found[field.name] for field in dataclasses.fields(Task)})
     seconds, rate, free = found["limited"], rates(found, "limited"), rates(found, "free")
     forms = []
-    for name, ratio in zip(names(), (1, *RATIOS), strict=True):
-        axes, sent = "all" if name == FLAT else "between", task.between(ratio)
+    for name in FORMS:
+        axes, sent = "all" if name == FLAT else "between", task.between(name)
         formula = sent / rate[axes] + (0 if name == FLAT else task.within / rate["within"])
         with_work = found["free"][name] + sent / rate[axes] - sent / free[axes]
         over = seconds[FLAT] / seconds[name]
@@ -477,8 +475,8 @@ def markdown(results: Sequence[dict[str, Any]], line: str) -> str:
 def bytes_over_rate(task: Task) -> str:
     """What the links alone take, where nothing can be measured."""
     lines = [f"{task.hosts} hosts at {task.mbit:g} Mb/s: bytes over rate, nothing measured"]
-    for name, ratio in zip(names(), (1, *RATIOS), strict=True):
-        sent = task.between(ratio)
+    for name in FORMS:
+        sent = task.between(name)
         lines.append(f"  {name:6s} {sent / 1e6:8.3f} MB a host  {sent * 8 / task.mbit / 1e3:8.1f} ms")
     return "\n".join(lines)
 

@@ -36,7 +36,7 @@ def test_a_route_that_loses_a_bit_is_not_timed(monkeypatch):
         return found, routing
 
     monkeypatch.setattr(sptt_exchange.EmbeddingCollection, "lookup", lossy)
-    with pytest.raises(harness.OutputsDiffer, match="after 0 steps these differ in their bits: f3$"):
+    with pytest.raises(harness.OutputsDiffer, match=r"after 0 steps these differ in their bits: f3$"):
         contest("table_wise-4x2").check()
 
 
@@ -44,5 +44,5 @@ def test_it_asks_for_the_devices_that_it_takes(monkeypatch):
     assert bench.cpu_devices("sptt_exchange") == 8
     assert bench.cpu_devices("planner") is None
     monkeypatch.setattr(jax, "devices", lambda *_: [None] * 2)
-    with pytest.raises(sptt_exchange.UserError, match="needs 8 devices; jax has 2. Set JAX_NUM_CPU_DEVICES=8"):
+    with pytest.raises(sptt_exchange.UserError, match=r"needs 8 devices; jax has 2\. Set JAX_NUM_CPU_DEVICES=8"):
         sptt_exchange.prepare("table_wise-2x4", None)
