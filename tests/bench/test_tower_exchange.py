@@ -66,7 +66,7 @@ def test_it_measures_every_form_between_namespaces_and_leaves_none(script: Any, 
     assert [row.sent for row in rows] == [2 * 512 / 2 * 4 * 4 * (2 * 16 / c + n) for c, n in numbers]
     for row in rows:
         # All of it went over the links, with headers and acknowledgements, and not over the loopback.
-        assert row.sent < row.on_wire < 1.5 * row.sent + 50_000
+        assert 0.98 * row.sent < row.on_wire < 1.5 * row.sent + 50_000
         # A bucket lets 28 kB through at once, and the rest at its rate.
         assert row.seconds > (row.sent - 28_000) * 8 / 200e6
     assert interfaces() == before
