@@ -9,11 +9,15 @@ import functools
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scalejax import json_reading
 from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from scalejax.parallel.embedding.config import TableConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +42,8 @@ class Partition:
                 f"Partition: every feature must be in one tower, and every tower must have one; {'; '.join(said)}."
             )
 
-    def check(self, features: Sequence[str]) -> None:
-        """Raises UserError unless these are the features of the towers."""
+    def check(self, features: Sequence[str], field: str = "model.towers") -> None:
+        """Raises UserError unless these are the features of the towers; `field` is what to set, for the message."""
         names = {name for tower in self.towers for name in tower}
         missing = [name for name in features if name not in names]
         unknown = sorted(names.difference(features))
@@ -48,7 +52,7 @@ class Partition:
         if said:
             raise UserError(
                 f"Partition: the towers must have the {len(features)} categorical features of the data between them; "
-                f"{'; '.join(said)}. Set model.towers, by hand or to a file that `scalejax towers RUN --save` wrote "
+                f"{'; '.join(said)}. Set {field}, by hand or to a file that `scalejax towers RUN --save` wrote "
                 "for this data."
             )
 
@@ -69,6 +73,42 @@ class Partition:
                 "device."
             )
         return HostTowers(towers=self.towers, hosts=hosts)
+
+    def of_tables(self, tables: "Sequence[TableConfig]", field: str = "model.towers") -> dict[str, int]:
+        """The tower of every table, by name; `field` as in `check`.
+
+        Raises:
+          UserError: the towers have other features, or two share a table.
+        """
+        self.check([feature for table in tables for feature in table.features], field)
+        numbers = {name: t for t, tower in enumerate(self.towers) for name in tower}
+        found: dict[str, int] = {}
+        for table in tables:
+            towers = {numbers[feature]: feature for feature in table.features}
+            if len(towers) > 1:
+                raise UserError(
+                    f"Partition: table {table.name!r} lies on one host, but towers share it: "
+                    f"{', '.join(f'{feature} is in tower {t}' for t, feature in sorted(towers.items()))}. Put "
+                    f"{', '.join(table.features)} into one tower, or give them tables of their own."
+                )
+            (found[table.name],) = towers
+        return found
+
+    def indices(self, replicas: int) -> tuple[int, ...]:
+        """The index of the mesh axis `replica` that each tower lies on: as many towers on each, one after the other.
+
+        Raises:
+          UserError: they do not go evenly.
+        """
+        towers = len(self.towers)
+        if towers % replicas:
+            possible = [n for n in range(1, towers + 1) if towers % n == 0]
+            raise UserError(
+                f"Partition: {towers} towers do not go on {replicas} indices of the mesh axis replica, each of which "
+                f"has as many. Take a mesh whose replica, an index of which may be several hosts, is "
+                f"{' or '.join(map(str, possible))}, or {replicas} towers, or a multiple of that."
+            )
+        return tuple(t * replicas // towers for t in range(towers))
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Partition":
@@ -137,3 +177,9 @@ class HostTowers:
             for t, tower in enumerate(self.towers)
             for place, name in enumerate(tower)
         }
+
+
+def of_model(model: object) -> Partition | None:
+    """The towers of a model's config; None = it has none."""
+    towers = getattr(model, "towers", None)
+    return towers if isinstance(towers, Partition) else None

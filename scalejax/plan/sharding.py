@@ -3,6 +3,7 @@
     found = shard(experiment, "h100:2x8", sample_batches=4)
     found.planned.report.render(console)
     found.planned.plan.save("plan.json")        # --set tables.sharding=plan.json, or ShardingPlan.load in a recipe
+    shard(experiment, "h100:4x8", towers=Partition.load("towers.json"))         # the tables of a tower on one host
 
 Ids per example come from the schema (`length`, or the room of a jagged feature), and how often they repeat from
 Zipf's law; with sample batches both are counted in the first batches of the data. Nothing is compiled.
@@ -18,8 +19,10 @@ from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import planner
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.plan.sharding_plan import Route
 from scalejax.parallel.embedding.tiers import cached
 from scalejax.parallel.planner import Constants, Planned, Report, TableConstraints, TableStatistics, Zipf
+from scalejax.parallel.towers import Partition, of_model
 from scalejax.plan import planner_machines
 from scalejax.units import duration, size
 
@@ -40,6 +43,7 @@ class ShardResult:
       recipe_refused: Why it cannot; "" where it can.
       mesh: Devices per mesh axis that the plan is for, axes of size 1 left out.
       statistics: Where ids per example and repetitions come from, for people.
+      route: Of the exchange that the plan was priced for.
     """
 
     planned: Planned
@@ -47,12 +51,14 @@ class ShardResult:
     recipe_refused: str
     mesh: dict[str, int]
     statistics: str
+    route: Route = "flat"
 
     def to_json(self) -> dict[str, object]:
         """The result as plain values, equal for equal input."""
         return {
             "mesh": self.mesh,
             "statistics": self.statistics,
+            "route": self.route,
             "planned": self.planned.report.to_json(),
             "recipe": None if self.recipe is None else self.recipe.to_json(),
             "recipe_refused": self.recipe_refused,
@@ -65,7 +71,7 @@ class ShardResult:
         report = self.planned.report
         report.render(console)
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
-        console.print(f"mesh: {sizes}; statistics: {escape(self.statistics)}")
+        console.print(f"mesh: {sizes}; route: {self.route}; statistics: {escape(self.statistics)}")
         if self.recipe is None:
             console.print(f"the recipe's own plan: {escape(self.recipe_refused)}")
         else:
@@ -87,6 +93,7 @@ def shard(
     table_memory: float = 0.8,
     constants: Constants | None = None,
     constraints: tuple[TableConstraints, ...] = (),
+    towers: Partition | None = None,
 ) -> ShardResult:
     """Plans where the tables of an experiment live.
 
@@ -100,9 +107,12 @@ def shard(
       table_memory: Share of a device's memory for tables, their states and exchanges; the dense part has the rest.
       constants: Measured rates in place of those of the data sheet.
       constraints: What is allowed for single tables.
+      towers: Features whose tables stay together on a host, an index of the mesh axis `replica`; None = those of the
+        model, if it has any. With several hosts such a plan is priced for the exchange in two levels.
 
     Raises:
-      UserError: the machine, the mesh or a number is wrong, the data cannot be read, or the tables do not fit.
+      UserError: the machine, the mesh or a number is wrong, the data cannot be read, the tables do not fit, or the
+        towers are of other features or do not go evenly on the hosts.
     """
     if sample_batches < 0:
         raise UserError(f"--batches must be at least 0; got {sample_batches}. Give a few, or 0 to read no data.")
@@ -127,12 +137,25 @@ def shard(
     if constants is not None:
         topology = topology.with_constants(constants)
     statistics, source = _statistics(experiment, schema, whole, sample_batches, zipf)
-    given = {"exchange": experiment.tables.exchange, "accumulate": experiment.tables.accumulate}
-    batch_size = experiment.data.batch_size
-    planned = planner.AnalyticPlanner(**given).plan(tables, statistics, topology, batch_size, constraints)
+    accumulate, batch_size = experiment.tables.accumulate, experiment.data.batch_size
+    towers = towers or of_model(experiment.model)
+    exchange = experiment.tables.exchange
+    if towers is not None and topology.groups > 1:
+        exchange = dataclasses.replace(exchange, route="two_level")
+    planned = planner.AnalyticPlanner(exchange=exchange, accumulate=accumulate).plan(
+        tables, statistics, topology, batch_size, constraints, towers
+    )
     own, refused = None, ""
     try:
-        own = planner.evaluate(experiment.tables.sharding, tables, statistics, topology, batch_size, **given)
+        own = planner.evaluate(
+            experiment.tables.sharding,
+            tables,
+            statistics,
+            topology,
+            batch_size,
+            exchange=experiment.tables.exchange,
+            accumulate=accumulate,
+        )
     except UserError as error:
         refused = str(error)
     return ShardResult(
@@ -141,6 +164,7 @@ def shard(
         recipe_refused=refused,
         mesh={axis: size for axis, size in sizes.items() if size > 1},
         statistics=source,
+        route=exchange.route,
     )
 
 

@@ -1,6 +1,7 @@
 """The planner on experiments."""
 
 import dataclasses
+import io
 import json
 import pathlib
 
@@ -8,14 +9,18 @@ import numpy as np
 import pytest
 import small_run
 from changes import changed
+from rich.console import Console
 
 from scalejax.configs.recsys import dcnv2
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
+from scalejax.models.recsys.dlrm import DlrmConfig
+from scalejax.models.recsys.towers import TowersConfig
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, TableConfig
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.planner import Zipf
+from scalejax.parallel.towers import Partition
 from scalejax.plan.sharding import shard, statistics_of_schema
 from scalejax.train.runs import binding
 
@@ -143,3 +148,52 @@ def test_wrong_numbers_are_refused(small):
         shard(small, MACHINE, table_memory=0.0)
     with pytest.raises(UserError, match="exponent must lie in"):
         shard(small, MACHINE, zipf=99.0)
+
+
+TOWERS = Partition(towers=(("hour", "item"), ("shop",)))
+
+
+def test_towers_of_the_model_or_given_ones_are_kept_on_hosts_by_the_exchange_in_two_levels(small):
+    over = changed(small, model=TowersConfig(base=DlrmConfig(dim=8, bottom_hidden=(8,)), towers=TOWERS))
+    for experiment, given in ((over, None), (small, TOWERS)):
+        found = shard(experiment, MACHINE, towers=given)
+        plan = found.planned.plan
+        assert plan.towers == TOWERS.towers
+        assert found.route == "two_level"
+        at = {entry.table: {rank // 4 for rank in entry.ranks} for entry in plan.tables}
+        assert at == {"hour": {0}, "item": {0}, "shop": {1}}
+        assert [line.towers for line in found.planned.report.hosts] == [(0,), (1,)]
+        text = printed(found)
+        assert "hour, item" in text
+        assert "route: two_level" in text
+        on = make_mesh(MeshShape(replica=2))
+        built = binding.bind(changed(experiment, tables__sharding=plan), small.data.schema(), on)
+        assert built.collection.plan == plan
+    alone = shard(over, "h100:1x8")  # in one host nothing is between hosts
+    assert (alone.route, alone.planned.plan.towers) == ("flat", TOWERS.towers)
+    with pytest.raises(UserError, match="2 towers do not go on 4 indices of the mesh axis replica"):
+        shard(over, "h100:4x2")
+    assert shard(over, "h100:4x2", mesh="replica=2,fsdp=4").planned.report.topology.group_size == 4
+
+
+def test_a_plan_made_for_other_towers_is_refused(small):
+    base = DlrmConfig(dim=8, bottom_hidden=(8,))
+    over = changed(small, model=TowersConfig(base=base, towers=TOWERS))
+    plan, on = shard(over, MACHINE).planned.plan, make_mesh(MeshShape(replica=2))
+    again = Partition(towers=(("item", "hour"), ("shop",)))  # the same, in another order within
+    for towers in (TOWERS, again):
+        run = changed(small, model=TowersConfig(base=base, towers=towers), tables__sharding=plan)
+        assert binding.bind(run, small.data.schema(), on).collection.plan == plan
+    for towers in ((("shop",), ("hour", "item")), (("hour",), ("shop", "item")), (("hour", "item", "shop"),)):
+        run = changed(small, model=TowersConfig(base=base, towers=Partition(towers=towers)), tables__sharding=plan)
+        with pytest.raises(UserError, match="plan keeps other towers together than the model has"):
+            binding.bind(run, small.data.schema(), on)
+    other = dataclasses.replace(plan, towers=(("hour", "item"), ("shop", "day")))
+    with pytest.raises(UserError, match="day are not in the data"):
+        binding.bind(changed(small, tables__sharding=other), small.data.schema(), on)
+
+
+def printed(found):
+    console = Console(file=io.StringIO(), width=250)
+    found.render(console)
+    return console.file.getvalue()

@@ -34,6 +34,14 @@ def shard(
         pathlib.Path | None,
         typer.Option("--constants", metavar="FILE", help="Measured rates, as planner.Constants.save wrote them."),
     ] = None,
+    towers: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--towers",
+            metavar="FILE.json",
+            help="Keep the tables of a tower on one host; else by the towers of the model, if it has any.",
+        ),
+    ] = None,
     save: Annotated[
         pathlib.Path | None,
         typer.Option("--save", metavar="FILE.json", help="Write the plan, for --set tables.sharding=FILE.json."),
@@ -54,6 +62,7 @@ def shard(
         )
     experiment = configs.load(recipe, sets or [])
     from scalejax.parallel.planner import Constants
+    from scalejax.parallel.towers import Partition, of_model
     from scalejax.plan import sharding
 
     rates = None if constants is None else Constants.load(constants)
@@ -65,6 +74,7 @@ def shard(
         zipf=zipf,
         table_memory=table_memory,
         constants=rates,
+        towers=None if towers is None else Partition.load(towers),
     )
     result.render(output.console())
     if json is not None:
@@ -74,6 +84,7 @@ def shard(
         again += [f"--set={text}" for text in sets or []]
         again += ["--batches", str(batches), "--zipf", f"{zipf:g}", "--table-memory", f"{table_memory:g}"]
         again += [] if constants is None else ["--constants", str(constants)]
+        again += [] if towers is None else ["--towers", str(towers)]
         output.print_next({(*again, "--save", "plan.json"): "keep the plan"})
         return
     result.planned.plan.save(save)
@@ -81,6 +92,11 @@ def shard(
 
     again = [f"--set={text}" for text in sets or []] + [f"--set=tables.sharding={save}"]
     planned = {axis: result.mesh.get(axis, 1) for axis in AXES}
+    own = of_model(experiment.model)
+    if own is not None and own != result.planned.plan.partition:
+        again.append(f"--set=model.towers={save}")  # where the plan has them in the order of their hosts
+    if result.route != experiment.tables.exchange.route:
+        again.append(f"--set=tables.exchange.route={result.route}")
     given = experiment.placement.mesh
     if given is None:
         given, again = MeshShape(), [*again, "--set=placement.mesh=MeshShape"]

@@ -35,9 +35,17 @@ all:
     backward comm     (4 + w D) O * gather
     backward compute  the one above with n = 1, d = D
 
-`memory` is bytes/s, `exchange` and `gather` seconds/byte, c seconds/id, all of the topology. 64 bytes are the least of
-a radix sort of 32-bit keys with 32-bit positions: 4 passes of 8 bits, 8 bytes read and 8 written in each. TorchRec's
-planner takes the backward as twice the forward instead; here it follows from the distinct rows.
+With `Exchange.route="two_level"` what a piece sends and gets goes over the L devices of its host on its way to and from
+other hosts: the owner pays `within` in place of `exchange`, and every device of the host, for each piece,
+
+    forward comm      (4 O/n + x d T) / L * between           backward comm      w d T / L * between
+
+Rows that are striped within a host are pooled there, so that T = V/n, w for x, travel between hosts, and what stands
+above for readers is paid by the devices of the host, e d O/n + w d V/n bytes for a piece, divided by L.
+
+`memory` is bytes/s, `exchange`, `within`, `between` and `gather` seconds/byte, c seconds/id, all of the topology. 64
+bytes are the least of a radix sort of 32-bit keys with 32-bit positions: 4 passes of 8 bits, 8 bytes read and 8 written
+in each. TorchRec's planner takes the backward as twice the forward instead; here it follows from the distinct rows.
 """
 
 import dataclasses
@@ -46,7 +54,7 @@ import math
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan.placement import StackKey, itemsize, row_bytes, stack_key
-from scalejax.parallel.embedding.plan.sharding_plan import Kind
+from scalejax.parallel.embedding.plan.sharding_plan import Kind, Route
 from scalejax.parallel.planner.statistics import TableStatistics
 from scalejax.parallel.planner.topology import HostTopology
 
@@ -120,6 +128,9 @@ class Option:
       shard: Seconds of the owner of a piece.
       shard_buffers: Bytes of exchange and gradients at the owner of a piece.
       everywhere: Seconds of every device, besides.
+      forwarded: Seconds of every device of the host of a piece, for each piece, besides.
+      host_devices: Devices of a host.
+      host: Host that all pieces must be on; None = any.
       everywhere_buffers: Bytes of every device, besides.
       map_bytes: Bytes of the id map on every device, whatever the kind; 0 where ids are rows.
     """
@@ -136,6 +147,9 @@ class Option:
     everywhere: Seconds
     everywhere_buffers: int
     map_bytes: int = 0
+    forwarded: Seconds = Seconds()
+    host_devices: int = 1
+    host: int | None = None
 
     @property
     def shards(self) -> int:
@@ -149,7 +163,8 @@ class Option:
 
     def work_s(self, devices: int) -> float:
         """Seconds of all devices together."""
-        return self.shards * self.shard.total + devices * self.everywhere.total
+        piece = self.shard.total + self.host_devices * self.forwarded.total
+        return self.shards * piece + devices * self.everywhere.total
 
 
 def work(table: TableConfig, statistics: TableStatistics, batch_size: int) -> TableWork:
@@ -184,6 +199,8 @@ def estimate(
     columns: int = 1,
     row_parts: int = 1,
     capacity_factor: float = 2.0,
+    route: Route = "flat",
+    host: int | None = None,
 ) -> Option:
     """Costs of one way of sharding.
 
@@ -194,10 +211,14 @@ def estimate(
       columns: Column slices; divides the width of the table.
       row_parts: Devices over which the rows of a slice are striped.
       capacity_factor: Room of an exchange as a multiple of what it carries (`Exchange.capacity_factor`).
+      route: As in `Exchange`.
+      host: As in `Option`.
     """
     width = asked.table.dim // columns
     rows = -(-asked.table.rows // row_parts)
     owned = kind != "data_parallel"
+    hops = owned and route == "two_level" and topology.groups > 1
+    pooled_there = hops and sharded_by_rows(kind) and kind != "row_wise" and asked.table.pooling != "none"
     return Option(
         table=asked.table.name,
         kind=kind,
@@ -206,10 +227,13 @@ def estimate(
         stack=stack_key(asked.table, width, spread="striped" if owned else "copied"),
         rows=rows,
         row_bytes=asked.row_bytes(width),
-        shard=_shard_seconds(asked, topology, kind, width, row_parts) if owned else Seconds(),
-        shard_buffers=_shard_buffers(asked, kind, width, row_parts, capacity_factor) if owned else 0,
-        everywhere=_everywhere_seconds(asked, topology, kind),
-        everywhere_buffers=_everywhere_buffers(asked, topology, kind, capacity_factor),
+        shard=_shard_seconds(asked, topology, kind, width, row_parts, hops=hops) if owned else Seconds(),
+        shard_buffers=_shard_buffers(asked, kind, width, row_parts, capacity_factor, pooled_there) if owned else 0,
+        everywhere=Seconds() if pooled_there else _everywhere_seconds(asked, topology, kind),
+        everywhere_buffers=_everywhere_buffers(asked, topology, kind, capacity_factor, pooled_there),
+        forwarded=_forwarded(asked, topology, kind, width, row_parts, pooled_there) if hops else Seconds(),
+        host_devices=topology.group_size,
+        host=host,
         map_bytes=0 if asked.table.id_map is None else asked.table.id_map.device_bytes(topology.devices),
     )
 
@@ -233,15 +257,36 @@ def _update_s(asked: TableWork, topology: HostTopology, width: int, row_parts: i
     return moved / topology.memory_bandwidth + topology.occurrence_s * ids
 
 
-def _shard_seconds(asked: TableWork, topology: HostTopology, kind: Kind, width: int, row_parts: int) -> Seconds:
+def _shard_seconds(
+    asked: TableWork, topology: HostTopology, kind: Kind, width: int, row_parts: int, *, hops: bool
+) -> Seconds:
     ids, wide = asked.occurrences / row_parts, asked.wide_itemsize
+    exchange = topology.within_s_per_byte if hops else topology.exchange_s_per_byte
     vectors, number = _travelling(asked, kind, row_parts)
     read = (ID_BYTES + topology.fetched_bytes(width * asked.itemsize)) * ids
     return Seconds(
         forward_compute=(read + wide * width * vectors) / topology.memory_bandwidth + topology.occurrence_s * ids,
-        forward_comm=(ID_BYTES * ids + number * width * vectors) * topology.exchange_s_per_byte,
+        forward_comm=(ID_BYTES * ids + number * width * vectors) * exchange,
         backward_compute=_update_s(asked, topology, width, row_parts),
-        backward_comm=wide * width * vectors * topology.exchange_s_per_byte,
+        backward_comm=wide * width * vectors * exchange,
+    )
+
+
+def _forwarded(
+    asked: TableWork, topology: HostTopology, kind: Kind, width: int, row_parts: int, pooled_there: bool
+) -> Seconds:
+    ids, wide = asked.occurrences / row_parts, asked.wide_itemsize
+    vectors, number = _travelling(asked, kind, row_parts)
+    pooling = 0.0
+    if pooled_there:
+        vectors, number = asked.vectors / row_parts, wide
+        pooling = width / topology.memory_bandwidth / topology.group_size
+    between = topology.between_s_per_byte / topology.group_size
+    return Seconds(
+        forward_compute=(asked.itemsize * ids + wide * vectors) * pooling,
+        forward_comm=(ID_BYTES * ids + number * width * vectors) * between,
+        backward_compute=wide * (ids + vectors) * pooling,
+        backward_comm=wide * width * vectors * between,
     )
 
 
@@ -268,20 +313,27 @@ def _everywhere_seconds(asked: TableWork, topology: HostTopology, kind: Kind) ->
     return Seconds()
 
 
-def _shard_buffers(asked: TableWork, kind: Kind, width: int, row_parts: int, capacity_factor: float) -> int:
-    """Ids, vectors and their gradients in the slots of the exchange, and the gradients in row order."""
+def _shard_buffers(
+    asked: TableWork, kind: Kind, width: int, row_parts: int, capacity_factor: float, pooled_there: bool
+) -> int:
+    """Ids, vectors and their gradients in the slots of the exchange, and the gradients in row order.
+
+    Where rows are pooled between two hops, also their slots there: each device of the host has a piece.
+    """
     ids, wide = asked.occurrences / row_parts, asked.wide_itemsize
     vectors, number = _travelling(asked, kind, row_parts)
-    slots = ID_BYTES * ids + (number + wide) * width * vectors
+    slots = ID_BYTES * ids + (2 if pooled_there else 1) * (number + wide) * width * vectors
     return math.ceil(capacity_factor * slots + wide * width * ids)
 
 
-def _everywhere_buffers(asked: TableWork, topology: HostTopology, kind: Kind, capacity_factor: float) -> int:
+def _everywhere_buffers(
+    asked: TableWork, topology: HostTopology, kind: Kind, capacity_factor: float, pooled_there: bool
+) -> int:
     """What a reader holds: its vectors and their gradients; by kind also rows on the way, or all gathered gradients."""
     dim, wide = asked.table.dim, asked.wide_itemsize
     held = 2 * wide * dim * asked.held / topology.devices
     if kind == "data_parallel":
         held += (ID_BYTES + 2 * wide * dim) * asked.occurrences  # gathered, and once more in row order
-    elif sharded_by_rows(kind):
+    elif sharded_by_rows(kind) and not pooled_there:
         held += capacity_factor * (asked.itemsize + wide) * dim * asked.occurrences / topology.devices
     return math.ceil(held)

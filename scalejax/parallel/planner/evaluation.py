@@ -40,7 +40,7 @@ def evaluate(
       statistics: One entry for each table, in any order.
       topology: The machine.
       batch_size: Examples of the global batch.
-      exchange: Room of the exchanges; None = the default of `EmbeddingCollection`.
+      exchange: Room and route of the exchanges; None = the default of `EmbeddingCollection`.
       accumulate: As in `EmbeddingCollection`.
     Raises:
       UserError: a plan that cannot be built on this machine, one of several copies, or statistics that do not match the
@@ -51,7 +51,7 @@ def evaluate(
             f"evaluate: replicas must be 'shard'; got {plan.replicas!r}: what copies send each other is not priced. "
             "Give the topology of one copy and the same tables with replicas='shard'."
         )
-    capacity_factor = (exchange or Exchange()).capacity_factor
+    exchange = exchange or Exchange()
     works = works_of(tables, statistics, batch_size)
     entries = plan.by_table([table.name for table in tables])
     n = topology.devices
@@ -61,20 +61,23 @@ def evaluate(
     row_bytes: dict[StackKey, int] = {}
     buffers, fixed = np.zeros(n), 0
     own, replicated = np.zeros(n), 0
+    hosts = np.arange(n) // topology.group_size
     lines = []
     for table in tables:
         entry, slices = entries[table.name], placed[table.name]
-        index = [rank for part in slices for rank in part.ranks]
+        index = np.array([rank for part in slices for rank in part.ranks], np.int64)
         option = estimators.estimate(
             works[table.name],
             topology,
             kind=entry.kind,
             columns=len(slices),
             row_parts=max(1, len(slices[0].ranks)),
-            capacity_factor=capacity_factor,
+            capacity_factor=exchange.capacity_factor,
+            route=exchange.route,
         )
+        pieces = np.bincount(hosts[index], minlength=topology.groups)[hosts]
         for name, total in sums.items():
-            total += getattr(option.everywhere, name)
+            total += getattr(option.everywhere, name) + pieces * getattr(option.forwarded, name)
             np.add.at(total, index, getattr(option.shard, name))
         fixed += option.everywhere_buffers
         replicated += option.map_bytes
@@ -86,13 +89,14 @@ def evaluate(
             row_bytes[option.stack] = option.row_bytes
             np.add.at(buffers, index, option.shard_buffers)
             np.add.at(own, index, option.rows * option.row_bytes)
-        lines.append(_table_line(option, None if _on_all(option, n) else tuple(index), n))
+        lines.append(_table_line(option, None if _on_all(option, n) else tuple(index.tolist()), n))
     padded = sum(row_bytes[stack] * int(held.max()) for stack, held in rows.items())
     exchanged = fixed + int(buffers.max(initial=0))
     return Report(
         topology=topology,
         batch_size=batch_size,
         tables=tuple(lines),
+        towers=plan.towers,
         devices=tuple(
             DeviceReport(
                 device=d,

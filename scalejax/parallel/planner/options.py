@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan.placement import refusal, refused_map
-from scalejax.parallel.embedding.plan.sharding_plan import SLICED, Accumulate, Kind, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import SLICED, Accumulate, Kind, Route, TablePlan
 from scalejax.parallel.planner import estimators
 from scalejax.parallel.planner.estimators import Option, TableWork
 from scalejax.parallel.planner.topology import HostTopology
@@ -28,6 +28,8 @@ class TableConstraints:
       min_slice_width: Least width of a column slice.
       columns: Allowed numbers of column slices; None = all that divide the width.
       max_devices: Most devices that may hold a piece; None = no limit.
+      host: Index of the mesh axis `replica` that all pieces must be on; "any" = one of them; None = they may be on
+        several.
     """
 
     table: str
@@ -35,6 +37,7 @@ class TableConstraints:
     min_slice_width: int = MIN_SLICE_WIDTH
     columns: tuple[int, ...] | None = None
     max_devices: int | None = None
+    host: int | Literal["any"] | None = None
 
     def __post_init__(self) -> None:
         for kind in self.kinds or ():
@@ -46,6 +49,11 @@ class TableConstraints:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"TableConstraints {self.table!r}: {name} must be at least {least}; got {value}.")
+        if isinstance(self.host, str) and self.host != "any":
+            raise UserError(
+                f"TableConstraints {self.table!r}: host must be an index of the mesh axis replica, 'any' or None; got "
+                f"{self.host!r}."
+            )
         if any(count < 1 for count in self.columns or ()):
             raise UserError(f"TableConstraints {self.table!r}: columns must be at least 1; got {self.columns}.")
 
@@ -83,10 +91,12 @@ def options(
     *,
     capacity_factor: float = 2.0,
     accumulate: Accumulate = "ordered",
+    route: Route = "flat",
 ) -> tuple[Option, ...]:
     """Every way of sharding one table that is allowed and that the engine builds, each priced.
 
-    The kinds that stay in one host need more hosts than one: with one host they are their plain forms.
+    The kinds that stay in one host need more hosts than one: with one host they are their plain forms. With several, a
+    table that must stay on one has these, and `table_wise`.
 
     Args:
       asked: The work of the table.
@@ -94,16 +104,23 @@ def options(
       constraint: What the user allows; None = everything.
       capacity_factor: As in `Exchange`.
       accumulate: As in `EmbeddingCollection`.
+      route: As in `Exchange`.
 
     Raises:
-      UserError: nothing is left; says what the engine refuses and what would be possible. Or the table has an id map
-        that the engine cannot cut over these devices.
+      UserError: there is no such host. Nothing is left; says what the engine refuses and what would be possible. Or the
+        table has an id map that the engine cannot cut over these devices.
     """
     limits = constraint or TableConstraints(table=asked.table.name)
     if (why := refused_map(asked.table, topology.devices)) is not None:
         raise UserError(f"plan: table {asked.table.name!r} {why}")
-    most = min(topology.devices, limits.max_devices or topology.devices)
     in_host, hosts = topology.group_size, topology.groups
+    if isinstance(limits.host, int) and not 0 <= limits.host < hosts:
+        raise UserError(
+            f"constraints: host of table {asked.table.name!r} must be an index of the mesh axis replica, 0 to "
+            f"{hosts - 1} on this mesh; got {limits.host}."
+        )
+    bound = limits.host is not None and hosts > 1
+    most = min(in_host if bound else topology.devices, limits.max_devices or topology.devices)
     slices = [
         count
         for count in divisors(asked.table.dim)
@@ -130,14 +147,14 @@ def options(
 
     if whole:
         offer("table_wise", 1, 1)
-        if most > 1 or topology.devices == 1:
+        if not bound and (most > 1 or topology.devices == 1):
             offer("row_wise", 1, most)
     for count in slices:
-        if count <= most:
+        if count <= most and not bound:
             offer("column_wise", count, 1)
         if hosts > 1 and count <= min(in_host, most):
             offer("table_column_wise", count, 1)
-        if hosts > 1 and count <= hosts and count * in_host <= most:
+        if 1 < hosts >= count and count * in_host <= most and not bound:
             offer("grid", count, in_host)
     if whole and hosts > 1 and in_host <= most:
         offer("table_row_wise", 1, in_host)
@@ -150,13 +167,21 @@ def options(
         raise UserError(
             f"constraints: table {asked.table.name!r} (width {asked.table.dim}) cannot be sharded as they ask (kinds "
             f"{', '.join(limits.kinds or KINDS)}; slices of at least {limits.min_slice_width}; columns "
-            f"{limits.columns or 'any'}; at most {most} of {topology.devices} devices in {hosts} hosts). With the rest "
+            f"{limits.columns or 'any'}; at most {most} of {topology.devices} devices in {hosts} hosts"
+            f"{', all of one host' if bound else ''}). With the rest "
             f"unchanged these kinds are possible: {', '.join(possible) or 'none'}. Loosen one of them."
             f"{sliced}"
         )
     return tuple(
         estimators.estimate(
-            asked, topology, kind=kind, columns=columns, row_parts=row_parts, capacity_factor=capacity_factor
+            asked,
+            topology,
+            kind=kind,
+            columns=columns,
+            row_parts=row_parts,
+            capacity_factor=capacity_factor,
+            route=route,
+            host=limits.host if isinstance(limits.host, int) else None,
         )
         for kind, columns, row_parts in allowed
     )

@@ -77,6 +77,7 @@ class _Load:
 
     def __init__(self, topology: HostTopology) -> None:
         self.topology = topology
+        self.hosts = np.arange(topology.devices) // topology.group_size
         self.seconds = np.zeros(topology.devices)
         self.buffers = np.zeros(topology.devices, np.int64)
         self.fullest_buffers = 0
@@ -136,7 +137,7 @@ class _Load:
         self.fixed_bytes += option.everywhere_buffers + option.map_bytes  # before room is counted
         self.seconds += option.everywhere.total
         if option.kind in ("table_wise", "column_wise", "row_wise"):
-            return self._place_pieces(option, choose, None)
+            return self._place_pieces(option, choose, option.host)
         if option.kind == "table_column_wise":
             return self._place_pieces(option, choose, self._host_with_room(option, option.shards))
         taken: list[int] = []
@@ -164,6 +165,8 @@ class _Load:
     def _host_with_room(self, option: Option, count: int, excluded: Sequence[int] = ()) -> int:
         """The host whose `count` least busy devices with room are least busy."""
         shape = (self.topology.groups, self.topology.group_size)
+        if option.host is not None:
+            excluded = [host for host in range(shape[0]) if host != option.host or host in excluded]
         lacking = self.lacking(option).reshape(shape)
         seconds = np.where(lacking <= 0, self.seconds.reshape(shape), np.inf)
         busy = np.sort(seconds, axis=1)[:, count - 1]
@@ -176,7 +179,7 @@ class _Load:
         return host
 
     def _of_host(self, host: int) -> np.ndarray:
-        return np.arange(self.topology.devices) // self.topology.group_size == host
+        return self.hosts == host
 
     def _rows_of(self, stack: StackKey) -> np.ndarray:
         if stack not in self.rows:
@@ -190,6 +193,9 @@ class _Load:
         rows[devices] += sign * option.rows
         self.buffers[devices] += sign * option.shard_buffers
         self.seconds[devices] += sign * option.shard.total
+        if option.forwarded.total:
+            pieces = np.bincount(self.hosts[devices], minlength=self.topology.groups)
+            self.seconds += sign * option.forwarded.total * pieces[self.hosts]
         self.fullest_rows[option.stack] = after = int(rows.max())
         self.fullest_buffers = int(self.buffers.max())
         self.stacks_bytes += option.row_bytes * (after - before)
@@ -249,7 +255,8 @@ def memory_balanced(options: Sequence[Option], topology: HostTopology) -> ShardP
 def improve(placement: ShardPlacement, topology: HostTopology, most_steps: int = 1000) -> ShardPlacement:
     """Moves a piece of the busiest device away, or swaps it, while its seconds fall and everything still fits.
 
-    Tables that lie whole or in column slices move; those bound to a host move inside it; rows that are striped stay.
+    Tables that lie whole or in column slices move; those bound to a host, or sent by way of it, move inside it; rows
+    that are striped stay.
     """
     load = _Load(topology)
     for option, devices in zip(placement.options, placement.ranks, strict=True):
@@ -283,7 +290,7 @@ class _Pieces:
         self._table = [i for i in movable for _ in range(self._options[i].shards)]
         self._slot = [s for i in movable for s in range(self._options[i].shards)]
         self._cost = np.array([self._options[i].shard.total for i in self._table])
-        self._in_host = np.array([self._options[i].kind == "table_column_wise" for i in self._table], bool)
+        self._in_host = np.array([_stays(self._options[i]) for i in self._table], bool)
         self._owner = np.array([self._ranks[i][s] for i, s in zip(self._table, self._slot, strict=True)], np.int64)
 
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -292,7 +299,7 @@ class _Pieces:
 
     def best_step(self, busiest: int) -> _Step | None:
         """What leaves the busier of the two devices least busy; None if nothing helps."""
-        seconds, hosts = self._load.seconds, np.arange(len(self._load.seconds)) // self._load.topology.group_size
+        seconds, hosts = self._load.seconds, self._load.hosts
         mine, others = np.flatnonzero(self._owner == busiest), np.flatnonzero(self._owner != busiest)
         if not mine.size:
             return None
@@ -367,6 +374,11 @@ def _by_memory(options: Sequence[Option], topology: HostTopology, limit: float) 
 
     order = sorted(range(len(options)), key=lambda i: (-_bytes(options[i]), -options[i].shard.total, options[i].table))
     return _place_all(options, order, load, choose)
+
+
+def _stays(option: Option) -> bool:
+    """Whether pieces move within their host only; what another host would forward is not in the price of a step."""
+    return option.kind == "table_column_wise" or option.host is not None or option.forwarded.total > 0
 
 
 def _on_all(option: Option, topology: HostTopology) -> bool:

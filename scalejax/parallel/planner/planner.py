@@ -17,6 +17,7 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.planner import evaluation, options, partition, proposals
+from scalejax.parallel.planner import towers as on_hosts
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import TableConstraints
 from scalejax.parallel.planner.partition import DoesNotFit, Partitioner, ShardPlacement
@@ -24,6 +25,7 @@ from scalejax.parallel.planner.proposals import Choices, Proposal
 from scalejax.parallel.planner.report import Attempt, Report
 from scalejax.parallel.planner.statistics import TableStatistics
 from scalejax.parallel.planner.topology import HostTopology
+from scalejax.parallel.towers import Partition
 from scalejax.units import duration, size
 
 
@@ -40,7 +42,7 @@ class AnalyticPlanner:
     """Plans by explicit formulas.
 
     Attributes:
-      exchange: Room of the exchanges, as the `EmbeddingCollection` will have it.
+      exchange: Room and route of the exchanges, as the `EmbeddingCollection` will have it.
       accumulate: How it adds gradients up, which decides the slices that it takes.
       greedy_steps: Times that the busiest device's largest piece is cut finer without finding a better plan before the
         search ends.
@@ -59,6 +61,7 @@ class AnalyticPlanner:
         topology: HostTopology,
         batch_size: int,
         constraints: Sequence[TableConstraints] = (),
+        towers: Partition | None = None,
     ) -> Planned:
         """Plans.
 
@@ -68,9 +71,12 @@ class AnalyticPlanner:
           topology: The machine.
           batch_size: Examples of the global batch.
           constraints: At most one entry for each table.
+          towers: Features whose tables stay together on one host, an index of the mesh axis `replica`, which has as
+            many towers as each other. The plan has them in the order of their hosts.
+
         Raises:
-          UserError: something contradicts itself, or no plan was found that fits; the message names the table, how
-            much lacks and what to change.
+          UserError: something contradicts itself, towers do not fit the tables or the hosts, or no plan was found that
+            fits; the message names the table, how much lacks and what to change.
         """
         began = time.perf_counter()
         if not tables:
@@ -79,6 +85,8 @@ class AnalyticPlanner:
             raise UserError(f"plan: batch_size must be at least 1, the examples of the global batch; got {batch_size}.")
         works = evaluation.works_of(tables, statistics, batch_size)
         options.check_constraints(tables, constraints)
+        if towers is not None:
+            constraints = on_hosts.on_one_host(towers, tables, constraints)
         limits = {entry.table: entry for entry in constraints}
         names = sorted(works)  # whatever order the tables come in
         choices = [
@@ -88,19 +96,31 @@ class AnalyticPlanner:
                 limits.get(name),
                 capacity_factor=self.exchange.capacity_factor,
                 accumulate=self.accumulate,
+                route=self.exchange.route,
             )
             for name in names
         ]
+        if towers is not None:
+            towers = on_hosts.in_order_of_hosts(towers, tables, dict(zip(names, choices, strict=True)), topology)
+            numbers, hosts = towers.of_tables(tables), towers.indices(topology.groups)
+            choices = [
+                tuple(dataclasses.replace(option, host=hosts[numbers[name]]) for option in found)
+                for name, found in zip(names, choices, strict=True)
+            ]
         search = _Search(choices, topology)
         search.run(self.greedy_steps, self.polished)
         if search.best is None:
-            raise UserError(_does_not_fit(search, {table.name: table for table in tables}))
+            raise UserError(_does_not_fit(search, {table.name: table for table in tables}, towers))
         placement = search.best
         by_name = {
             option.table: _entry(option, ranks)
             for option, ranks in zip(placement.options, placement.ranks, strict=True)
         }
-        found = ShardingPlan(tables=tuple(by_name[table.name] for table in tables), devices=topology.devices)
+        found = ShardingPlan(
+            tables=tuple(by_name[table.name] for table in tables),
+            devices=topology.devices,
+            towers=() if towers is None else towers.towers,
+        )
         report = evaluation.evaluate(
             found, tables, statistics, topology, batch_size, exchange=self.exchange, accumulate=self.accumulate
         )
@@ -123,9 +143,10 @@ def plan(
     topology: HostTopology,
     batch_size: int,
     constraints: Sequence[TableConstraints] = (),
+    towers: Partition | None = None,
 ) -> Planned:
     """`AnalyticPlanner().plan`: a plan whose busiest device is as little busy as could be found."""
-    return AnalyticPlanner().plan(tables, statistics, topology, batch_size, constraints)
+    return AnalyticPlanner().plan(tables, statistics, topology, batch_size, constraints, towers)
 
 
 class _Search:
@@ -235,7 +256,7 @@ def _bytes_of_all(option: Option, devices: int) -> int:
     return copies * option.rows * option.row_bytes + devices * option.map_bytes
 
 
-def _does_not_fit(search: _Search, tables: dict[str, TableConfig]) -> str:
+def _does_not_fit(search: _Search, tables: dict[str, TableConfig], towers: Partition | None) -> str:
     """Which, by how much, and what to change."""
     topology = search.topology
     n, room = topology.devices, topology.memory_bytes
@@ -249,7 +270,15 @@ def _does_not_fit(search: _Search, tables: dict[str, TableConfig]) -> str:
     advice = []
     if total > n * room:
         advice.append(f"at least {math.ceil(total / room)} devices are needed for the rows and states alone")
-    if not any(found[0].table == option.table and any(map(_spreads_rows, found)) for found in search.choices):
+    if towers is not None and option.host is not None:
+        numbers = towers.of_tables(list(tables.values()))
+        tower = numbers[option.table]
+        own = sum(least[name] for name in least if numbers[name] == tower)
+        advice.append(
+            f"tower {tower} takes {size(own)} of the {size(topology.group_size * room)} of index {option.host} of "
+            "replica: give it fewer features, or a mesh whose replica has fewer indices, of several hosts each"
+        )
+    elif not any(found[0].table == option.table and any(map(_spreads_rows, found)) for found in search.choices):
         advice.append(f"allow row_wise for {option.table!r} in its constraints")
     advice.append("give more devices or memory_bytes, a narrower dtype, or an optimizer with less state per row")
     advice.append("a smaller batch or capacity_factor shrinks the exchanges")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from scalejax.parallel.embedding.plan.sharding_plan import Kind
 from scalejax.parallel.planner.estimators import Seconds
 from scalejax.parallel.planner.topology import HostTopology
+from scalejax.parallel.towers import Partition
 from scalejax.units import duration, size
 
 if TYPE_CHECKING:
@@ -66,6 +67,31 @@ class DeviceReport:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HostReport:
+    """One index of the mesh axis `replica`.
+
+    Attributes:
+      host: The index.
+      towers: Numbers of the towers that lie there.
+      devices: Its devices.
+    """
+
+    host: int
+    towers: tuple[int, ...]
+    devices: tuple[DeviceReport, ...]
+
+    @property
+    def max_s(self) -> float:
+        """Seconds of a step of its busiest device."""
+        return max(device.seconds.total for device in self.devices)
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of a step of one of its devices on average."""
+        return sum(device.seconds.total for device in self.devices) / len(self.devices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
     """One proposal that the planner tried.
 
@@ -91,6 +117,7 @@ class Report:
       batch_size: Examples of the global batch.
       tables: In the order in which they were given.
       devices: All devices.
+      towers: Features of each tower, in the order of the hosts that they lie on; () = the plan has none.
       attempts: What was tried, in this order; empty for a plan that was only evaluated.
       lower_bound_s: No plan under the same constraints has a busiest device below this; None = not known.
       planner_s: Seconds that planning took; None = not planned here. Not part of `to_json`, which is deterministic.
@@ -100,9 +127,24 @@ class Report:
     batch_size: int
     tables: tuple[TableReport, ...]
     devices: tuple[DeviceReport, ...]
+    towers: tuple[tuple[str, ...], ...] = ()
     attempts: tuple[Attempt, ...] = ()
     lower_bound_s: float | None = None
     planner_s: float | None = None
+
+    @property
+    def hosts(self) -> tuple[HostReport, ...]:
+        """Indices of the mesh axis `replica`."""
+        size, count = self.topology.group_size, self.topology.groups
+        indices = Partition(towers=self.towers).indices(count) if self.towers else ()
+        return tuple(
+            HostReport(
+                host=host,
+                towers=tuple(t for t, at in enumerate(indices) if at == host),
+                devices=self.devices[host * size : (host + 1) * size],
+            )
+            for host in range(count)
+        )
 
     @property
     def max_s(self) -> float:
@@ -145,6 +187,11 @@ class Report:
                 dataclasses.asdict(device) | {"total_s": device.seconds.total, "memory_bytes": device.memory_bytes}
                 for device in self.devices
             ],
+            "towers": self.towers,
+            "hosts": [
+                {"host": host.host, "towers": host.towers, "max_s": host.max_s, "mean_s": host.mean_s}
+                for host in self.hosts
+            ],
             "attempts": [dataclasses.asdict(attempt) for attempt in self.attempts],
         }
 
@@ -163,6 +210,8 @@ class Report:
         )
         console.print(self._tables(most_rows))
         console.print(self._devices(most_rows))
+        if self.topology.groups > 1:
+            console.print(self._hosts(most_rows))
         if self.attempts:
             console.print(self._attempts(most_rows))
         verdict = "[green]fits[/green]" if self.fits else "[red]does not fit[/red]"
@@ -210,6 +259,20 @@ class Report:
             held = (line.table_bytes, line.padding_bytes, line.buffer_bytes)
             table.add_row(str(line.device), *map(duration, times), *map(size, held))
         _say_more(table, len(self.devices) - len(shown), len(names))
+        return table
+
+    def _hosts(self, most_rows: int) -> "Table":
+        from rich.markup import escape
+
+        names = ("host", "towers", "busiest device", "mean", "tables", "features")
+        table = _new("Hosts (indices of replica)", names, left=("towers", "features"))
+        shown = sorted(self.hosts, key=lambda line: (-line.mean_s, line.host))[:most_rows]
+        for line in shown:
+            features = "; ".join(", ".join(self.towers[t]) for t in line.towers)
+            held = size(sum(device.table_bytes for device in line.devices))
+            times = map(duration, (line.max_s, line.mean_s))
+            table.add_row(str(line.host), ranges(line.towers), *times, held, escape(features))
+        _say_more(table, len(self.hosts) - len(shown), len(names))
         return table
 
     def _attempts(self, most_rows: int) -> "Table":

@@ -151,6 +151,19 @@ class HostTopology:
         return (h - 1) / n / self.intra_host_bandwidth + (n - h) / n / self.inter_host_bandwidth
 
     @property
+    def within_s_per_byte(self) -> float:
+        """As `exchange_s_per_byte`, of an all_to_all over the devices of a group."""
+        size, h = self.group_size, min(self.devices_per_host, self.group_size)
+        return (h - 1) / size / self.intra_host_bandwidth + (size - h) / size / self.inter_host_bandwidth
+
+    @property
+    def between_s_per_byte(self) -> float:
+        """As `exchange_s_per_byte`, of an all_to_all over the devices of one place in their groups."""
+        near = max(1, self.devices_per_host // self.group_size)  # groups of a host
+        inside, across = near - 1, self.groups - near
+        return inside / self.groups / self.intra_host_bandwidth + across / self.groups / self.inter_host_bandwidth
+
+    @property
     def gather_s_per_byte(self) -> float:
         """Seconds for each byte of the result of an all_gather over all devices.
 

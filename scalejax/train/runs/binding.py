@@ -20,6 +20,7 @@ from scalejax.parallel.embedding.exchange import to_towers
 from scalejax.parallel.embedding.tiers import cached, cached_schema
 from scalejax.parallel.gradients.blocks import axes_of
 from scalejax.parallel.towers import HostTowers
+from scalejax.parallel.towers import of_model
 from scalejax.train.experiment import Experiment, Tables
 from scalejax.train.metrics.protocol import Metric, Value, names_of
 from scalejax.train.precision import check_precision, init_model
@@ -53,6 +54,7 @@ def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None
     task.check(experiment, mesh, data)
     collection, looked_up, towers = None, task.schema, _towers_on_hosts(experiment, task, mesh)
     if tables:
+        _check_towers(experiment)
         on_devices = cached(tables, experiment.tables.tiers)
         looked_up = cached_schema(task.schema, on_devices)
         plan = experiment.tables.sharding
@@ -217,6 +219,20 @@ def _towers_on_hosts(experiment: Experiment, task: Task, mesh: Mesh) -> HostTowe
             "share a row; got tables.dedup. Leave that out, or set --set tables.exchange.route=two_level."
         )
     return task.towers.on_hosts(hosts) if hosts > 1 else None
+
+
+def _check_towers(experiment: Experiment) -> None:
+    """Refuses a sharding plan that keeps other towers together than the model has."""
+    planned, own = experiment.tables.sharding.partition, of_model(experiment.model)
+    if planned is None or own is None:
+        return
+    if tuple(map(set, planned.towers)) != tuple(map(set, own.towers)):
+        shown = ["; ".join(", ".join(tower) for tower in towers.towers) for towers in (planned, own)]
+        raise UserError(
+            f"tables.sharding: the plan keeps other towers together than the model has, or in another order: {shown[0]}"
+            f" in the plan, {shown[1]} in the model. Plan again with `scalejax shard RECIPE --topology ...`, or give "
+            "the model the towers of the plan: --set model.towers=PLAN.json."
+        )
 
 
 def _check_without_tables(experiment: Experiment, task: Task) -> None:

@@ -8,10 +8,12 @@ import pytest
 import small_run
 
 from scalejax import configs
+from scalejax.configs import serialization
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.planner import Constants
+from scalejax.parallel.towers import Partition
 from scalejax.train.runs import binding
 
 
@@ -64,6 +66,36 @@ def test_the_next_command_trains_on_the_mesh_that_was_planned_for(invoke, tmp_pa
     assert command[:3] == ["scalejax", "train", recipe]
     again = [word.removeprefix("--set=") for word in command[3:]]
     assert configs.load(recipe, again).placement.mesh.resolve(8) == sizes
+
+
+def test_a_plan_of_towers_gives_a_model_its_towers_in_the_order_of_their_hosts(invoke, tmp_path):
+    plan, towers = tmp_path / "plan.json", tmp_path / "towers.json"
+    # Four towers of unequal work: the planner deals them to the two hosts.
+    names = ("carrier", "tailnum", "plane_model", "flight", "origin", "dest", "month", "weekday", "hour")
+    Partition(towers=(names[:4], names[4:6], names[6:8], names[8:])).save(towers)
+    asked = ("--topology", "h100:2x4", "--save", str(plan))
+    planning = invoke("shard", "dlrm-smoke_towers", *asked, "--set", f"model.towers={towers}")
+    assert planning.exit_code == 0, planning.stderr
+    assert "Hosts (indices of replica)" in planning.stdout
+    command = shlex.split(planning.stdout.partition("Next, on 8 devices:")[2].removesuffix("  train by it\n"))
+    again = [word.removeprefix("--set=") for word in command[3:]]
+    assert f"model.towers={plan}" in again
+    experiment = configs.load("dlrm-smoke_towers", again)
+    assert experiment.tables.exchange.route == "two_level"
+    assert experiment.model.towers.towers == experiment.tables.sharding.towers != Partition.load(towers).towers
+    built = binding.bind(experiment, experiment.data.schema(), make_mesh(experiment.placement.mesh))
+    assert built.collection.plan == ShardingPlan.load(plan)
+    recorded = json.loads(json.dumps(serialization.record("dlrm-smoke_towers", again, experiment)))
+    plan.unlink()  # the record holds plan and towers
+    assert serialization.reload(recorded) == experiment
+    # A flat model has no towers of its own, and its tables go by those of the file.
+    planning = invoke("shard", "dlrm-smoke", *asked, "--towers", str(towers))
+    assert planning.exit_code == 0, planning.stderr
+    assert "model.towers" not in planning.stdout
+    assert ShardingPlan.load(plan).towers == experiment.model.towers.towers
+    refused = invoke("shard", "dlrm-smoke", "--topology", "h100:3x4", "--towers", str(towers))
+    assert refused.exit_code == 2
+    assert "4 towers do not go on 3 indices" in refused.stderr
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from scalejax.parallel.embedding.config import (
     row_state_bytes,
 )
 from scalejax.parallel.embedding.plan.sharding_plan import KINDS, SLICED, Accumulate, ShardingPlan, TablePlan
+from scalejax.parallel.towers import Partition
 
 if TYPE_CHECKING:
     from scalejax.numerics.quantized.rules import QuantizationRule
@@ -62,8 +63,9 @@ def place(
       mesh_devices: As in `refusal`.
 
     Raises:
-      PlanRefused: a plan for another number of devices, or an entry that cannot be built here: see the message.
-      UserError: a table that does not exist or is named twice.
+      PlanRefused: a plan for another number of devices, an entry that cannot be built here, or a tower that is not on
+        its host: see the message.
+      UserError: a table that does not exist or is named twice, or towers of other features.
     """
     entries = plan.by_table([table.name for table in tables])
     if plan.devices not in (None, devices):
@@ -98,7 +100,33 @@ def place(
         for ranks in groups:
             for rank in ranks or range(devices):
                 loads[rank] += table.rows * row_bytes(table) / columns / max(1, len(ranks))
+    if plan.partition is not None:
+        _check_towers(tables, plan.partition, placed, devices, devices_per_host)
     return {table.name: placed[table.name] for table in tables}
+
+
+def _check_towers(
+    tables: Sequence[TableConfig],
+    partition: Partition,
+    placed: dict[str, tuple[Slice, ...]],
+    devices: int,
+    per_host: int,
+) -> None:
+    """Refuses towers whose tables are not all on their host."""
+    numbers = partition.of_tables(tables, "tables.sharding")
+    try:
+        wanted = partition.indices(devices // per_host)
+    except UserError as error:
+        raise PlanRefused(f"ShardingPlan: {str(error).removeprefix('Partition: ')}") from error
+    for table in tables:
+        ranks = {rank for part in placed[table.name] for rank in part.ranks or range(devices)}
+        found, tower = sorted({rank // per_host for rank in ranks}), numbers[table.name]
+        if found != [wanted[tower]]:
+            raise PlanRefused(
+                f"ShardingPlan: tower {tower} belongs on index {wanted[tower]} of the mesh axis replica, but its table "
+                f"{table.name!r} is on {', '.join(map(str, found))}. Plan again with `scalejax shard RECIPE "
+                "--topology ... --towers FILE.json`, or leave the towers out of the plan."
+            )
 
 
 class StackKey(NamedTuple):

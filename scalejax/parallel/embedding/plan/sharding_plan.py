@@ -25,11 +25,13 @@ from typing import Any, Literal, cast, get_args
 from scalejax import json_reading
 from scalejax.errors import UserError, check_one_of
 from scalejax.parallel.compression.wire_formats import WireFormat
+from scalejax.parallel.towers import Partition
 
 Kind = Literal["row_wise", "table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "data_parallel"]
 KINDS: tuple[str, ...] = get_args(Kind)
 SLICED = ("column_wise", "table_column_wise", "grid")
 Accumulate = Literal["ordered", "exact"]
+Route = Literal["flat", "two_level", "towers"]
 Wire = Literal["full", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", WireFormat]
 
 
@@ -70,7 +72,7 @@ class Exchange:
     loss_scale: float = 1.0
     overflow: Literal["fail", "count"] = "fail"
     all_to_all: Literal["padded", "ragged"] = "padded"
-    route: Literal["flat", "two_level", "towers"] = "flat"
+    route: Route = "flat"
     within_host: Wire = "full"
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class Exchange:
             raise UserError(f"Exchange: loss_scale must be a positive number; got {self.loss_scale}.")
         check_one_of("Exchange: overflow", self.overflow, ("fail", "count"))
         check_one_of("Exchange: all_to_all", self.all_to_all, ("padded", "ragged"))
-        check_one_of("Exchange: route", self.route, ("flat", "two_level", "towers"))
+        check_one_of("Exchange: route", self.route, get_args(Route))
         if self.route != "flat" and self.all_to_all == "ragged":
             raise UserError(
                 f"Exchange: route={self.route!r} exchanges blocks of one size; got all_to_all='ragged'. Use --set "
@@ -130,11 +132,23 @@ class ShardingPlan:
         index of it.
       devices: Devices that it was made for, those of one copy of the tables; None = any number. A mesh of another
         number refuses it.
+      towers: Features of each tower, whose tables all lie on one host (`Partition.indices`); () = tables lie where
+        their entries say. A model with other towers refuses it.
     """
 
     tables: tuple[TablePlan, ...] = ()
     replicas: Literal["shard", "copy"] = "shard"
     devices: int | None = None
+    towers: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def partition(self) -> Partition | None:
+        """The towers.
+
+        Raises:
+          UserError: one is empty, or a feature is in two.
+        """
+        return Partition(towers=self.towers) if self.towers else None
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "ShardingPlan":
@@ -173,7 +187,8 @@ class ShardingPlan:
                 f"ShardingPlan: devices in {where} must be a whole number or null and replicas a text; got {devices!r} "
                 f"and {replicas!r}."
             )
-        return cls(tables=tables, replicas=cast(Any, replicas), devices=devices)
+        towers = Partition.from_json(fields, where).towers if fields.get("towers") else ()
+        return cls(tables=tables, replicas=cast(Any, replicas), devices=devices, towers=towers)
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes it as a JSON object, a line for each table; fields that are as by default are left out.

@@ -6,6 +6,7 @@ import pytest
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
+from scalejax.parallel.towers import Partition
 
 PLAN = ShardingPlan(
     tables=(
@@ -17,9 +18,10 @@ PLAN = ShardingPlan(
     replicas="copy",
     devices=8,
 )
+TOWERS = ShardingPlan(tables=PLAN.tables[:1], devices=8, towers=(("x", "y"), ("z",)))
 
 
-@pytest.mark.parametrize("plan", [PLAN, ShardingPlan(), ShardingPlan(tables=(TablePlan(table="é"),))])
+@pytest.mark.parametrize("plan", [PLAN, TOWERS, ShardingPlan(), ShardingPlan(tables=(TablePlan(table="é"),))])
 def test_what_was_saved_is_loaded(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     assert ShardingPlan.load(tmp_path / "plan.json") == plan
@@ -38,7 +40,7 @@ def test_a_file_has_a_line_for_each_table_and_no_defaults(tmp_path):
     ("text", "said"),
     [
         ("{", "as JSON"),
-        ("[]", "must be an object with any of tables, replicas, devices; got list"),
+        ("[]", "must be an object with any of tables, replicas, devices, towers; got list"),
         ('{"table": []}', "got table"),
         ('{"tables": {}}', "tables in .* must be a list; got dict"),
         ('{"tables": [3]}', r"tables\[0\] of .* must be an object"),
@@ -54,6 +56,26 @@ def test_files_that_hold_no_plan_are_refused(text, said, tmp_path):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(UserError, match=f"ShardingPlan: .*{said}"):
         ShardingPlan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"towers": [["x"], []]}', "tower 1 is empty"),
+        ('{"towers": [["x"], ["x", "y"]]}', "x appear twice"),
+        ('{"towers": ["x"]}', r'plan.json must be {"towers": \[\[name'),
+        ('{"towers": {"towers": [["x"]]}}', "plan.json must be"),
+    ],
+)
+def test_towers_of_a_file_that_are_no_partition_are_refused(text, said, tmp_path):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(UserError, match=f"Partition: .*{said}"):
+        ShardingPlan.load(tmp_path / "plan.json")
+
+
+def test_a_model_can_take_its_towers_from_a_plan(tmp_path):
+    TOWERS.save(tmp_path / "plan.json")
+    assert Partition.load(tmp_path / "plan.json").towers == TOWERS.towers
 
 
 def test_a_plan_that_cannot_be_written_or_found_says_so(tmp_path):
