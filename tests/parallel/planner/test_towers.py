@@ -90,13 +90,17 @@ def test_hosts_are_as_even_as_the_best_of_all_deals(hosts, seed):
     pairs = [table(f"t{i}", 1000, int(dim)) for i, dim in enumerate(dims)]
     tables, statistics = tuple(t for t, _ in pairs), tuple(s for _, s in pairs)
     topology, towers, each = machine(6, 6 // hosts), dealt(6, 6), 6 // hosts
-    found = planned(tables, statistics, topology, towers)
+
+    def rows(t, **more):
+        return TableConstraints(table=f"t{t}", kinds=("table_row_wise",), **more)
+
+    found = planned(tables, statistics, topology, towers, tuple(map(rows, range(6))))
     busiest = max(line.mean_s for line in found.report.hosts)
     deals = []
     for order in itertools.permutations(range(6)):
         parts = [order[i : i + each] for i in range(0, 6, each)]
         if parts == sorted(map(tuple, map(sorted, parts))):
-            fixed = tuple(TableConstraints(table=f"t{t}", host=h) for h, part in enumerate(parts) for t in part)
+            fixed = tuple(rows(t, host=h) for h, part in enumerate(parts) for t in part)
             lines = planned(tables, statistics, topology, None, fixed).report.hosts
             deals.append(max(line.mean_s for line in lines))
     assert len(deals) == {3: 15, 2: 10}[hosts]
