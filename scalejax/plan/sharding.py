@@ -140,7 +140,7 @@ def shard(
     accumulate, batch_size = experiment.tables.accumulate, experiment.data.batch_size
     towers = towers or of_model(experiment.model)
     exchange = experiment.tables.exchange
-    if towers is not None and topology.groups > 1:
+    if towers is not None and topology.groups > 1 and exchange.route == "flat":
         exchange = dataclasses.replace(exchange, route="two_level")
     planned = planner.AnalyticPlanner(exchange=exchange, accumulate=accumulate).plan(
         tables, statistics, topology, batch_size, constraints, towers

@@ -217,7 +217,7 @@ def estimate(
     width = asked.table.dim // columns
     rows = -(-asked.table.rows // row_parts)
     owned = kind != "data_parallel"
-    hops = owned and route == "two_level" and topology.groups > 1
+    hops = owned and route != "flat" and topology.groups > 1
     pooled_there = hops and sharded_by_rows(kind) and kind != "row_wise" and asked.table.pooling != "none"
     return Option(
         table=asked.table.name,
