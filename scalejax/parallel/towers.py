@@ -9,15 +9,11 @@ import functools
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scalejax import json_reading
 from scalejax.errors import UserError
-
-if TYPE_CHECKING:
-    from scalejax.parallel.embedding.config import TableConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +89,6 @@ class Partition:
                 )
             (found[table.name],) = towers
         return found
-
     def indices(self, replicas: int) -> tuple[int, ...]:
         """The index of the mesh axis `replica` that each tower lies on: as many towers on each, one after the other.
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.plan.placement import towers_of_tables
 from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.planner import evaluation, options, partition, proposals
 from scalejax.parallel.planner import towers as on_hosts
@@ -102,7 +103,7 @@ class AnalyticPlanner:
         ]
         if towers is not None:
             towers = on_hosts.in_order_of_hosts(towers, tables, dict(zip(names, choices, strict=True)), topology)
-            numbers, hosts = towers.of_tables(tables), towers.indices(topology.groups)
+            numbers, hosts = towers_of_tables(towers, tables), towers.indices(topology.groups)
             choices = [
                 tuple(dataclasses.replace(option, host=hosts[numbers[name]]) for option in found)
                 for name, found in zip(names, choices, strict=True)
@@ -271,7 +272,7 @@ def _does_not_fit(search: _Search, tables: dict[str, TableConfig], towers: Parti
     if total > n * room:
         advice.append(f"at least {math.ceil(total / room)} devices are needed for the rows and states alone")
     if towers is not None and option.host is not None:
-        numbers = towers.of_tables(list(tables.values()))
+        numbers = towers_of_tables(towers, list(tables.values()))
         tower = numbers[option.table]
         own = sum(least[name] for name in least if numbers[name] == tower)
         advice.append(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.plan.placement import towers_of_tables
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import TableConstraints
 from scalejax.parallel.planner.topology import HostTopology
@@ -24,7 +25,7 @@ def on_one_host(
     Raises:
       UserError: the towers are of other features, share a table, or have tables that must be on two hosts.
     """
-    numbers = towers.of_tables(tables, "--towers")
+    numbers = towers_of_tables(towers, tables, "--towers")
     given = {entry.table: entry for entry in constraints}
     fixed: dict[int, tuple[int, str]] = {}
     for table in tables:
@@ -63,7 +64,7 @@ def in_order_of_hosts(
     Raises:
       UserError: the towers do not go evenly on the hosts, or more must be on one than have room.
     """
-    count, numbers = topology.groups, towers.of_tables(tables, "--towers")
+    count, numbers = topology.groups, towers_of_tables(towers, tables, "--towers")
     room = len(towers.indices(count)) // count
     work, fixed = [0.0] * len(towers.towers), {}
     for name in sorted(choices):

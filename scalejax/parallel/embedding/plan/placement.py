@@ -105,6 +105,29 @@ def place(
     return {table.name: placed[table.name] for table in tables}
 
 
+def towers_of_tables(
+    partition: Partition, tables: Sequence[TableConfig], field: str = "model.towers"
+) -> dict[str, int]:
+    """The tower of every table, by name; `field` as in `Partition.check`.
+
+    Raises:
+      UserError: the towers have other features, or two share a table.
+    """
+    partition.check([feature for table in tables for feature in table.features], field)
+    numbers = {name: t for t, tower in enumerate(partition.towers) for name in tower}
+    found: dict[str, int] = {}
+    for table in tables:
+        towers = {numbers[feature]: feature for feature in table.features}
+        if len(towers) > 1:
+            raise UserError(
+                f"Partition: table {table.name!r} lies on one host, but towers share it: "
+                f"{', '.join(f'{feature} is in tower {t}' for t, feature in sorted(towers.items()))}. Put "
+                f"{', '.join(table.features)} into one tower, or give them tables of their own."
+            )
+        (found[table.name],) = towers
+    return found
+
+
 def _check_towers(
     tables: Sequence[TableConfig],
     partition: Partition,
@@ -113,7 +136,7 @@ def _check_towers(
     per_host: int,
 ) -> None:
     """Refuses towers whose tables are not all on their host."""
-    numbers = partition.of_tables(tables, "tables.sharding")
+    numbers = towers_of_tables(partition, tables, "tables.sharding")
     try:
         wanted = partition.indices(devices // per_host)
     except UserError as error:
