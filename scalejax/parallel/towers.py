@@ -62,48 +62,12 @@ class Partition:
         if count % hosts:
             fitting = [n for n in range(1, count + 1) if count % n == 0]
             raise UserError(
-                f"tables.exchange.route is 'towers', which keeps each tower on one index of the mesh axis replica and "
-                f"as many on each; got {count} towers and replica={hosts}. Take replica="
-                f"{' or '.join(map(str, fitting))} (--set placement.mesh.replica=N, eval: --mesh replica=N,...), "
-                "another partition, or --set tables.exchange.route=two_level, with which all towers are on every "
-                "device."
+                "Partition: each index of the mesh axis replica, a host or several, has as many towers as each other; "
+                f"got {count} towers and replica={hosts}. Take replica={' or '.join(map(str, fitting))} (--set "
+                "placement.mesh.replica=N; shard, eval: --mesh replica=N,...), another partition, or, where all towers "
+                "may be on every device, --set tables.exchange.route=two_level."
             )
         return HostTowers(towers=self.towers, hosts=hosts)
-
-    def of_tables(self, tables: "Sequence[TableConfig]", field: str = "model.towers") -> dict[str, int]:
-        """The tower of every table, by name; `field` as in `check`.
-
-        Raises:
-          UserError: the towers have other features, or two share a table.
-        """
-        self.check([feature for table in tables for feature in table.features], field)
-        numbers = {name: t for t, tower in enumerate(self.towers) for name in tower}
-        found: dict[str, int] = {}
-        for table in tables:
-            towers = {numbers[feature]: feature for feature in table.features}
-            if len(towers) > 1:
-                raise UserError(
-                    f"Partition: table {table.name!r} lies on one host, but towers share it: "
-                    f"{', '.join(f'{feature} is in tower {t}' for t, feature in sorted(towers.items()))}. Put "
-                    f"{', '.join(table.features)} into one tower, or give them tables of their own."
-                )
-            (found[table.name],) = towers
-        return found
-    def indices(self, replicas: int) -> tuple[int, ...]:
-        """The index of the mesh axis `replica` that each tower lies on: as many towers on each, one after the other.
-
-        Raises:
-          UserError: they do not go evenly.
-        """
-        towers = len(self.towers)
-        if towers % replicas:
-            possible = [n for n in range(1, towers + 1) if towers % n == 0]
-            raise UserError(
-                f"Partition: {towers} towers do not go on {replicas} indices of the mesh axis replica, each of which "
-                f"has as many. Take a mesh whose replica, an index of which may be several hosts, is "
-                f"{' or '.join(map(str, possible))}, or {replicas} towers, or a multiple of that."
-            )
-        return tuple(t * replicas // towers for t in range(towers))
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Partition":
@@ -155,6 +119,11 @@ class HostTowers:
         return len(self.towers) // self.hosts
 
     @property
+    def indices(self) -> tuple[int, ...]:
+        """The host of every tower."""
+        return tuple(t // self.each for t in range(len(self.towers)))
+
+    @property
     def room(self) -> int:
         """Features of the largest tower."""
         return max(map(len, self.towers))
@@ -172,9 +141,3 @@ class HostTowers:
             for t, tower in enumerate(self.towers)
             for place, name in enumerate(tower)
         }
-
-
-def of_model(model: object) -> Partition | None:
-    """The towers of a model's config; None = it has none."""
-    towers = getattr(model, "towers", None)
-    return towers if isinstance(towers, Partition) else None

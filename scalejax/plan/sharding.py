@@ -22,7 +22,7 @@ from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan.sharding_plan import Route
 from scalejax.parallel.embedding.tiers import cached
 from scalejax.parallel.planner import Constants, Planned, Report, TableConstraints, TableStatistics, Zipf
-from scalejax.parallel.towers import Partition, of_model
+from scalejax.parallel.towers import Partition
 from scalejax.plan import planner_machines
 from scalejax.units import duration, size
 
@@ -44,6 +44,7 @@ class ShardResult:
       mesh: Devices per mesh axis that the plan is for, axes of size 1 left out.
       statistics: Where ids per example and repetitions come from, for people.
       route: Of the exchange that the plan was priced for.
+      reordered: Whether the plan has other towers than the model, which must take those of the plan.
     """
 
     planned: Planned
@@ -52,6 +53,7 @@ class ShardResult:
     mesh: dict[str, int]
     statistics: str
     route: Route = "flat"
+    reordered: bool = False
 
     def to_json(self) -> dict[str, object]:
         """The result as plain values, equal for equal input."""
@@ -108,7 +110,8 @@ def shard(
       constants: Measured rates in place of those of the data sheet.
       constraints: What is allowed for single tables.
       towers: Features whose tables stay together on a host, an index of the mesh axis `replica`; None = those of the
-        model, if it has any. With several hosts such a plan is priced for the exchange in two levels.
+        model, if it has any. With several hosts such a plan is priced for the exchange in two levels, and where the
+        model has towers for the one that stops between them, as if nothing became smaller there.
 
     Raises:
       UserError: the machine, the mesh or a number is wrong, the data cannot be read, the tables do not fit, or the
@@ -123,7 +126,8 @@ def shard(
     from scalejax.train.runs import binding
 
     schema = experiment.data.schema()
-    whole = binding.tables_of(experiment, binding.bound_task(experiment, schema))
+    task = binding.bound_task(experiment, schema)
+    whole = binding.tables_of(experiment, task)
     tables = cached(whole, experiment.tables.tiers)
     if not tables:
         raise UserError("This recipe has no embedding tables to place. `scalejax plan` says how its model fits.")
@@ -138,10 +142,11 @@ def shard(
         topology = topology.with_constants(constants)
     statistics, source = _statistics(experiment, schema, whole, sample_batches, zipf)
     accumulate, batch_size = experiment.tables.accumulate, experiment.data.batch_size
-    towers = towers or of_model(experiment.model)
+    towers = towers or task.towers
     exchange = experiment.tables.exchange
     if towers is not None and topology.groups > 1 and exchange.route == "flat":
-        exchange = dataclasses.replace(exchange, route="two_level")
+        modules = task.towers is not None and not experiment.tables.dedup
+        exchange = dataclasses.replace(exchange, route="towers" if modules else "two_level")
     planned = planner.AnalyticPlanner(exchange=exchange, accumulate=accumulate).plan(
         tables, statistics, topology, batch_size, constraints, towers
     )
@@ -165,6 +170,7 @@ def shard(
         mesh={axis: size for axis, size in sizes.items() if size > 1},
         statistics=source,
         route=exchange.route,
+        reordered=task.towers is not None and task.towers != planned.plan.partition,
     )
 
 

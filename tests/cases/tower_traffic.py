@@ -65,20 +65,22 @@ def read(collectives, experiment, hosts, in_host):
     return Traffic(ids * experiment.model.table_dim, ids, moved["replica",], moved["fsdp",])
 
 
-def check_between(found, planes, compression=1.0):
+def check_between(found, planes, compression=1.0, itemsize=4):
     """Three exchanges, of ids, vectors and gradients, each group of which has one device of each host.
 
     Args:
       found: What was read.
       planes: Numbers of 4 bytes that travel with each id, itself included.
       compression: c, the ratio of what the modules between the hops get to what they give.
+      itemsize: Bytes of a number of that.
     """
-    hops = two_level_bytes(found.payload, found.hosts, found.in_host, compression)
+    payload = found.payload * itemsize / 4
+    hops = two_level_bytes(payload, found.hosts, found.in_host, compression)
     assert all(
         sorted(device // found.in_host for device in group) == [*range(found.hosts)] for group in found.between.groups
     )
     assert found.between.count == 3
-    assert found.between.bytes == 2 * found.payload / compression + planes * found.ids
+    assert found.between.bytes == 2 * payload / compression + planes * found.ids
     assert found.between.minimum_bytes == 2 * hops.between + planes * found.ids * (found.hosts - 1) // found.hosts
 
 

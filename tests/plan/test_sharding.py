@@ -153,25 +153,26 @@ def test_wrong_numbers_are_refused(small):
 TOWERS = Partition(towers=(("hour", "item"), ("shop",)))
 
 
-def test_towers_of_the_model_or_given_ones_are_kept_on_hosts_by_the_exchange_in_two_levels(small):
+def test_towers_of_the_model_or_given_ones_are_kept_on_their_hosts(small):
     over = changed(small, model=TowersConfig(base=DlrmConfig(dim=8, bottom_hidden=(8,)), towers=TOWERS))
-    for experiment, given in ((over, None), (small, TOWERS)):
+    for experiment, given, route in ((over, None, "towers"), (small, TOWERS, "two_level")):
         found = shard(experiment, MACHINE, towers=given)
         plan = found.planned.plan
         assert plan.towers == TOWERS.towers
-        assert found.route == "two_level"
+        assert found.route == route
         at = {entry.table: {rank // 4 for rank in entry.ranks} for entry in plan.tables}
         assert at == {"hour": {0}, "item": {0}, "shop": {1}}
         assert [line.towers for line in found.planned.report.hosts] == [(0,), (1,)]
         text = printed(found)
         assert "hour, item" in text
-        assert "route: two_level" in text
+        assert f"route: {route}" in text
         on = make_mesh(MeshShape(replica=2))
-        built = binding.bind(changed(experiment, tables__sharding=plan), small.data.schema(), on)
+        run = changed(experiment, tables__sharding=plan, tables__exchange__route=route)
+        built = binding.bind(run, small.data.schema(), on)
         assert built.collection.plan == plan
     alone = shard(over, "h100:1x8")  # in one host nothing is between hosts
     assert (alone.route, alone.planned.plan.towers) == ("flat", TOWERS.towers)
-    with pytest.raises(UserError, match="2 towers do not go on 4 indices of the mesh axis replica"):
+    with pytest.raises(UserError, match="got 2 towers and replica=4"):
         shard(over, "h100:4x2")
     assert shard(over, "h100:4x2", mesh="replica=2,fsdp=4").planned.report.topology.group_size == 4
 

@@ -62,7 +62,7 @@ def shard(
         )
     experiment = configs.load(recipe, sets or [])
     from scalejax.parallel.planner import Constants
-    from scalejax.parallel.towers import Partition, of_model
+    from scalejax.parallel.towers import Partition
     from scalejax.plan import sharding
 
     rates = None if constants is None else Constants.load(constants)
@@ -92,8 +92,7 @@ def shard(
 
     again = [f"--set={text}" for text in sets or []] + [f"--set=tables.sharding={save}"]
     planned = {axis: result.mesh.get(axis, 1) for axis in AXES}
-    own = of_model(experiment.model)
-    if own is not None and own != result.planned.plan.partition:
+    if result.reordered:
         again.append(f"--set=model.towers={save}")  # where the plan has them in the order of their hosts
     if result.route != experiment.tables.exchange.route:
         again.append(f"--set=tables.exchange.route={result.route}")

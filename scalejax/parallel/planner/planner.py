@@ -103,7 +103,7 @@ class AnalyticPlanner:
         ]
         if towers is not None:
             towers = on_hosts.in_order_of_hosts(towers, tables, dict(zip(names, choices, strict=True)), topology)
-            numbers, hosts = towers_of_tables(towers, tables), towers.indices(topology.groups)
+            numbers, hosts = towers_of_tables(towers, tables), towers.on_hosts(topology.groups).indices
             choices = [
                 tuple(dataclasses.replace(option, host=hosts[numbers[name]]) for option in found)
                 for name, found in zip(names, choices, strict=True)

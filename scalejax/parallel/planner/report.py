@@ -136,7 +136,7 @@ class Report:
     def hosts(self) -> tuple[HostReport, ...]:
         """Indices of the mesh axis `replica`."""
         size, count = self.topology.group_size, self.topology.groups
-        indices = Partition(towers=self.towers).indices(count) if self.towers else ()
+        indices = Partition(towers=self.towers).on_hosts(count).indices if self.towers else ()
         return tuple(
             HostReport(
                 host=host,

@@ -65,7 +65,7 @@ def in_order_of_hosts(
       UserError: the towers do not go evenly on the hosts, or more must be on one than have room.
     """
     count, numbers = topology.groups, towers_of_tables(towers, tables, "--towers")
-    room = len(towers.indices(count)) // count
+    room = towers.on_hosts(count).each
     work, fixed = [0.0] * len(towers.towers), {}
     for name in sorted(choices):
         work[numbers[name]] += min(option.work_s(topology.devices) for option in choices[name])

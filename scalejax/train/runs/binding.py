@@ -20,7 +20,6 @@ from scalejax.parallel.embedding.exchange import to_towers
 from scalejax.parallel.embedding.tiers import cached, cached_schema
 from scalejax.parallel.gradients.blocks import axes_of
 from scalejax.parallel.towers import HostTowers
-from scalejax.parallel.towers import of_model
 from scalejax.train.experiment import Experiment, Tables
 from scalejax.train.metrics.protocol import Metric, Value, names_of
 from scalejax.train.precision import check_precision, init_model
@@ -54,7 +53,7 @@ def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None
     task.check(experiment, mesh, data)
     collection, looked_up, towers = None, task.schema, _towers_on_hosts(experiment, task, mesh)
     if tables:
-        _check_towers(experiment)
+        _check_planned_towers(experiment, task)
         on_devices = cached(tables, experiment.tables.tiers)
         looked_up = cached_schema(task.schema, on_devices)
         plan = experiment.tables.sharding
@@ -221,9 +220,9 @@ def _towers_on_hosts(experiment: Experiment, task: Task, mesh: Mesh) -> HostTowe
     return task.towers.on_hosts(hosts) if hosts > 1 else None
 
 
-def _check_towers(experiment: Experiment) -> None:
+def _check_planned_towers(experiment: Experiment, task: Task) -> None:
     """Refuses a sharding plan that keeps other towers together than the model has."""
-    planned, own = experiment.tables.sharding.partition, of_model(experiment.model)
+    planned, own = experiment.tables.sharding.partition, task.towers
     if planned is None or own is None:
         return
     if tuple(map(set, planned.towers)) != tuple(map(set, own.towers)):

@@ -81,7 +81,7 @@ def test_a_plan_of_towers_gives_a_model_its_towers_in_the_order_of_their_hosts(i
     again = [word.removeprefix("--set=") for word in command[3:]]
     assert f"model.towers={plan}" in again
     experiment = configs.load("dlrm-smoke_towers", again)
-    assert experiment.tables.exchange.route == "two_level"
+    assert experiment.tables.exchange.route == "towers"
     assert experiment.model.towers.towers == experiment.tables.sharding.towers != Partition.load(towers).towers
     built = binding.bind(experiment, experiment.data.schema(), make_mesh(experiment.placement.mesh))
     assert built.collection.plan == ShardingPlan.load(plan)
@@ -95,7 +95,7 @@ def test_a_plan_of_towers_gives_a_model_its_towers_in_the_order_of_their_hosts(i
     assert ShardingPlan.load(plan).towers == experiment.model.towers.towers
     refused = invoke("shard", "dlrm-smoke", "--topology", "h100:3x4", "--towers", str(towers))
     assert refused.exit_code == 2
-    assert "4 towers do not go on 3 indices" in refused.stderr
+    assert "got 4 towers and replica=3" in refused.stderr
 
 
 @pytest.mark.slow

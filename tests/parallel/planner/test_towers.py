@@ -219,8 +219,8 @@ FOUR = dealt(8, 4)
 @pytest.mark.parametrize(
     ("towers", "constraints", "topology", "said"),
     [
-        (FOUR, (), machine(9, 3), "4 towers do not go on 3 indices of the mesh axis replica.* is 1 or 2 or 4"),
-        (FOUR, (), machine(8, 1), "4 towers do not go on 8 indices"),
+        (FOUR, (), machine(9, 3), r"got 4 towers and replica=3\. Take replica=1 or 2 or 4 "),
+        (FOUR, (), machine(8, 1), "got 4 towers and replica=8"),
         (dealt(6, 2), (), machine(), "t6_ids, t7_ids are in none. Set --towers"),
         (dealt(9, 2), (), machine(), "t8_ids are not in the data"),
         (
@@ -282,7 +282,7 @@ WISE = [TablePlan(table=f"t{i}", kind="table_wise", ranks=(4 * (i % 2),)) for i 
         (WISE[:3], 2, 4, "but its table 't3' is on 0, 1"),  # what is not named is row-wise
         ((*WISE[:3], TablePlan(table="t3", kind="data_parallel")), 2, 4, "its table 't3' is on 0, 1"),
         ((*WISE[:3], dataclasses.replace(WISE[3], ranks=(3,))), 2, 4, "its table 't3' is on 0"),
-        (WISE, 2, 2, "2 towers do not go on 4 indices"),
+        (WISE, 2, 2, "got 2 towers and replica=4"),
     ],
 )
 def test_a_plan_whose_towers_are_not_on_their_hosts_is_refused(entries, towers, per_host, said):

@@ -138,7 +138,7 @@ def _check_towers(
     """Refuses towers whose tables are not all on their host."""
     numbers = towers_of_tables(partition, tables, "tables.sharding")
     try:
-        wanted = partition.indices(devices // per_host)
+        wanted = partition.on_hosts(devices // per_host).indices
     except UserError as error:
         raise PlanRefused(f"ShardingPlan: {str(error).removeprefix('Partition: ')}") from error
     for table in tables:

@@ -132,7 +132,7 @@ class ShardingPlan:
         index of it.
       devices: Devices that it was made for, those of one copy of the tables; None = any number. A mesh of another
         number refuses it.
-      towers: Features of each tower, whose tables all lie on one host (`Partition.indices`); () = tables lie where
+      towers: Features of each tower, whose tables all lie on one host (`Partition.on_hosts`); () = tables lie where
         their entries say. A model with other towers refuses it.
     """
 
