@@ -103,6 +103,34 @@ def test_phases_and_frozen_parameters_of_two_processes_are_those_of_one(recipe, 
         np.testing.assert_allclose(two[path][...], value[...], rtol=1e-4, atol=1e-5, err_msg=path)
 
 
+TOWERS = """
+import pathlib
+import small_run
+from scalejax.models.recsys.dlrm import DlrmConfig
+from scalejax.models.recsys.towers import DlrmTower, TowersConfig
+from scalejax.parallel.towers import Partition
+from scalejax.train.experiment import Experiment
+
+def towers() -> Experiment:
+    base, partition = DlrmConfig(dim=8, bottom_hidden=(8,), top_hidden=(8,)), (("item",), ("shop", "hour"))
+    model = TowersConfig(base=base, towers=Partition(towers=partition), modules=(DlrmTower(dim=4, mixed=1),))
+    return small_run.experiment(pathlib.Path(__file__).with_name("rows.parquet"), model=model)
+"""
+
+
+def test_towers_of_which_each_process_has_one_train_as_all_on_one_device(tmp_path):
+    small_run.write(tmp_path / "rows.parquet")
+    (tmp_path / "recipe.py").write_text(TOWERS)
+    recipe = f"{tmp_path / 'recipe.py'}:towers"
+    train(recipe, tmp_path / "one", 1, 1)
+    hosts = ("--set", "tables.exchange.route=towers", "--set", "placement.mesh.replica=2")
+    train(recipe, tmp_path / "two", 2, 4, *hosts)
+    assert_close(tmp_path / "one", tmp_path / "two")
+    one, two = (trained.open_run(tmp_path / name).params for name in ("one", "two"))
+    for path, value in one.items():
+        np.testing.assert_allclose(two[path][...], value[...], rtol=1e-4, atol=1e-5, err_msg=path)
+
+
 def test_a_mistake_is_one_message_of_each_process(recipe, by_two):
     arguments = [recipe, "--workdir", str(by_two[0]), "--resume", "never"]
     finished = finish(start_workers(TRAIN, 2, 4, arguments), 300)

@@ -90,7 +90,7 @@ OPTIONS = {
     "averages": {"averages": (optim.Average(decay=0.5),)},
     "towers alone": {"trainable": "modules/.*"},
     "id maps": {
-        "tables__id_maps": (MappedFeatures(features=("c10",), id_map=IdMapConfig(rows=217)),),
+        "tables__id_maps": (MappedFeatures(features=("c10",), id_map=IdMapConfig(rows=257)),),
         "data__categorical": (*FEATURES[:-1], Categorical(name="c10", rows=None)),
     },
     "deltas": {"tables__full_every": 6},
