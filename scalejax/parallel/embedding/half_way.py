@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax import compat
 from scalejax.parallel.embedding.exchange import wire
+from scalejax.parallel.embedding.exchange.journeys import complete
 from scalejax.parallel.embedding.exchange.local import between_hosts
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import BATCH_AXES
@@ -92,7 +93,7 @@ def _hop(hosts: int, exchange: Exchange, x: jax.Array) -> jax.Array:
     """[K, O, b * H, D] of this host -> [H * K, O, b, D] of all, for the examples of this device."""
     each, outputs, _, dim = x.shape
     blocks = x.reshape(each, outputs, -1, hosts, dim).transpose(3, 0, 1, 2, 4)  # H K O b D
-    blocks = wire.carry(blocks, exchange.forward, between_hosts)
+    blocks = complete(wire.carry(blocks, exchange.forward, between_hosts))
     return blocks.reshape(hosts * each, outputs, -1, dim)
 
 
@@ -104,7 +105,7 @@ def _hop_backward(hosts: int, exchange: Exchange, saved: None, g: jax.Array) -> 
     del saved
     towers, outputs, _, dim = g.shape
     blocks = g.reshape(hosts, towers // hosts, outputs, -1, dim)
-    blocks = wire.carry(blocks, exchange.backward, between_hosts, loss_scale=exchange.loss_scale)
+    blocks = complete(wire.carry(blocks, exchange.backward, between_hosts, loss_scale=exchange.loss_scale))
     return (blocks.transpose(1, 2, 3, 0, 4).reshape(towers // hosts, outputs, -1, dim),)
 
 

@@ -4,7 +4,6 @@ Each function is a shard_map over all mesh axes; what a device does in it stands
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
 from scalejax.numerics.rounding import runtime_zero
 from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.exchange import routed, to_towers
+from scalejax.parallel.embedding.exchange.journeys import Journey, complete, together
 from scalejax.parallel.embedding.exchange.local import LocalStack
 from scalejax.parallel.embedding.half_way import HalfWay
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, expand
@@ -84,9 +84,10 @@ def _exchange(sharded: ShardedTables, features: DeviceJagged) -> Routing:
         features: DeviceJagged,
     ) -> tuple[dict[str, routed.Route], dict[str, RowPlan | tuple[RowPlan, ...]], jax.Array]:
         routes, plans, faults = {}, {}, jnp.zeros(2, jnp.int32)
-        for here in _local_stacks(sharded, features):
+        stacks = _local_stacks(sharded, features)
+        found = complete(together([routed.route(here) for here in stacks]))
+        for here, (way, counts) in zip(stacks, found, strict=True):
             stack = here.stack
-            way, counts = routed.route(here)
             routes[stack.name], faults = way, faults + counts
             if _plans_ahead(sharded, stack):
                 plans[stack.name] = plan_update(here, way, sharded.mesh.size // stack.devices)
@@ -104,8 +105,9 @@ def fetch(sharded: ShardedTables, state: State, routing: Routing) -> dict[str, j
         tables: dict[str, jax.Array], routes: dict[str, routed.Route], features: DeviceJagged
     ) -> dict[str, jax.Array]:
         slices: dict[str, list[tuple[int, jax.Array]]] = {}
-        for here in _local_stacks(sharded, features):
-            parts = routed.fetch(here, tables[here.stack.name], routes[here.stack.name])
+        stacks = _local_stacks(sharded, features)
+        journeys = [routed.fetch(here, tables[here.stack.name], routes[here.stack.name]) for here in stacks]
+        for here, parts in zip(stacks, complete(together(journeys)), strict=True):
             for look, part in zip(here.lookups, parts, strict=True):
                 part = here.shard.by_example(look.feature, part)
                 slices.setdefault(look.feature.name, []).append((look.member.start, part))
@@ -134,7 +136,8 @@ def fetch_half_way(sharded: ShardedTables, state: State, routing: Routing, tower
 
     def local(tables: dict[str, jax.Array], routes: dict[str, routed.Route], features: DeviceJagged) -> jax.Array:
         stacks = _local_stacks(sharded, features)
-        return to_towers.fetch([(here, tables[here.stack.name], routes[here.stack.name]) for here in stacks], towers)
+        own = [(here, tables[here.stack.name], routes[here.stack.name]) for here in stacks]
+        return complete(to_towers.fetch(own, towers))
 
     tables = {name: leaves["rows"] for name, leaves in state["stacks"].items()}
     specs, all_axes = {stack.name: sharded.spec(stack) for stack in sharded.stacks}, P(sharded.axes)
@@ -187,11 +190,12 @@ def update(
     ) -> StackLeaves:
         scale, updates, when = rest
         inputs = StepInputs(scale, updates, sharded.accumulate, when)
-        all_here, new = list(_local_stacks(sharded, features)), {}
+        all_here = _local_stacks(sharded, features)
         half_way = isinstance(grads, HalfWay)
-        pooled = to_towers.pooled_grads(all_here, grads.vectors, grads.towers) if half_way else {}
+        pooled = complete(to_towers.pooled_grads(all_here, grads.vectors, grads.towers)) if half_way else {}
         by_feature = {} if half_way else _by_distinct_row(grads, features.shard())
-        for here in all_here:
+
+        def updated(here: LocalStack) -> Journey[dict[str, jax.Array]]:
             stack, leaves, way = here.stack, stacks[here.stack.name], routes[here.stack.name]
             plan, ahead = plans.get(stack.name), _plans_ahead(sharded, stack)
             own = [
@@ -199,20 +203,22 @@ def update(
                 for look in (() if half_way else here.lookups)
             ]
             if stack.update == "psum":
-                new[stack.name] = update_dense(here, leaves, way, own, inputs, sharded.axes)
+                new = update_dense(here, leaves, way, own, inputs, sharded.axes)
             elif ahead:
                 if half_way:
-                    arrived = to_towers.return_grads(here, pooled, way)
+                    arrived = yield from to_towers.return_grads(here, pooled, way)
                 else:
-                    arrived = routed.return_grads(here, own, way)
-                new[stack.name] = update_stack(here, leaves, way, plan, arrived, inputs)
+                    arrived = yield from routed.return_grads(here, own, way)
+                new = yield from update_stack(here, leaves, way, plan, arrived, inputs)
             else:
-                new[stack.name] = update_stack_one_by_one(here, leaves, way, own, inputs, plan)
+                new = update_stack_one_by_one(here, leaves, way, own, inputs, plan)
             if stack.tracked:
                 axes = sharded.axes if stack.update == "psum" else ()
-                marks = tracking.mark(leaves[UPDATED], way, plan if ahead else None, updates + 1, axes)
-                new[stack.name] = new[stack.name] | {UPDATED: marks}
-        return new
+                new = new | {UPDATED: tracking.mark(leaves[UPDATED], way, plan if ahead else None, updates + 1, axes)}
+            return new
+
+        new = complete(together([updated(here) for here in all_here]))
+        return {here.stack.name: leaves for here, leaves in zip(all_here, new, strict=True)}
 
     all_axes = P(sharded.axes)
     stacks = sharded.everywhere(
@@ -232,14 +238,15 @@ def update(
     return {**state, "stacks": stacks, "updates": state["updates"] + taken, "faults": faults}
 
 
-def _local_stacks(sharded: ShardedTables, features: DeviceJagged) -> Iterator[LocalStack]:
+def _local_stacks(sharded: ShardedTables, features: DeviceJagged) -> list[LocalStack]:
     """The stacks as a device sees them, inside a shard_map."""
     shard = features.shard()
     # Lengths are what `runtime_zero` wants: an input of every program here, and never negative.
     zero = runtime_zero(shard.lengths[0])
-    for stack in sharded.stacks:
-        found = lookups(stack, features.layout)
-        yield LocalStack(stack, found, shard, sharded.axes_of(stack), sharded.exchange, zero)
+    return [
+        LocalStack(s, lookups(s, features.layout), shard, sharded.axes_of(s), sharded.exchange, zero)
+        for s in sharded.stacks
+    ]
 
 
 def _check_grads(sharded: ShardedTables, features: DeviceJagged, grads: dict[str, jax.Array] | HalfWay) -> None:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.kernels.embedding_bag import xla
-from scalejax.parallel.embedding.exchange import wire
+from scalejax.parallel.embedding.exchange import journeys, wire
+from scalejax.parallel.embedding.exchange.journeys import Journey
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.embedding.ids.occurrences import Lookup, summation_order
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
@@ -140,14 +141,14 @@ Direction = Literal["to owners", "to senders"]
 Hop = Literal["all", "between hosts", "within hosts"]
 
 
-def carry(here: LocalStack, blocks: jax.Array, direction: Direction) -> jax.Array:
+def carry(here: LocalStack, blocks: jax.Array, direction: Direction) -> Journey[jax.Array]:
     """Vectors [N, ..., D] as `swap` moves them, in the formats of the exchange."""
     for hop in hops(here, direction):
-        blocks = carry_hop(here, blocks, hop, direction)
+        blocks = yield from carry_hop(here, blocks, hop, direction)
     return blocks
 
 
-def carry_hop(here: LocalStack, blocks: jax.Array, hop: Hop, direction: Direction) -> jax.Array:
+def carry_hop(here: LocalStack, blocks: jax.Array, hop: Hop, direction: Direction) -> Journey[jax.Array]:
     """Vectors as `move` moves them, in the format of the hop."""
     exchange = here.exchange
     form, scale = (exchange.forward, 1.0) if direction == "to senders" else (exchange.backward, exchange.loss_scale)
@@ -156,10 +157,10 @@ def carry_hop(here: LocalStack, blocks: jax.Array, hop: Hop, direction: Directio
     return wire.carry(blocks, form, functools.partial(move, here, hop), loss_scale=scale)
 
 
-def swap(here: LocalStack, blocks: jax.Array, direction: Direction) -> jax.Array:
+def swap(here: LocalStack, blocks: jax.Array, direction: Direction) -> Journey[jax.Array]:
     """[N, ...]: block n goes to device n, and that of device n comes."""
     for hop in hops(here, direction):
-        blocks = move(here, hop, blocks)
+        blocks = yield from move(here, hop, blocks)
     return blocks
 
 
@@ -172,32 +173,31 @@ def hops(here: LocalStack, direction: Direction) -> tuple[Hop, ...]:
     return both if direction == "to owners" else both[::-1]
 
 
-def move(here: LocalStack, hop: Hop, blocks: jax.Array) -> jax.Array:
+def move(here: LocalStack, hop: Hop, blocks: jax.Array) -> Journey[jax.Array]:
     """A part of the way of `swap`, all of it by way of both hops in either order.
 
     Args:
       here: The stack.
       hop: Which.
-      blocks: [N, ...], a block for every device. For a hop between hosts it may be [T, ...], a block for every host;
-        for one within them [L, ...], a block for every device of a host.
+      blocks: [N, size, ...], a block for every device. For a hop between hosts it may be [T, size, ...], a block for
+        every host: that of host t goes to this device's peer there; for one within them [L, size, ...], a block for
+        every device of a host.
     """
+    axes, inside, tail = here.axes.route_axes, here.stack.in_host, blocks.shape[2:]
     if hop == "all":
-        return lax.all_to_all(blocks, here.axes.route_axes, 0, 0, tiled=True)
+        return (yield from journeys.send(axes, blocks))
     if hop == "between hosts":
-        return between_hosts(blocks.reshape(here.stack.hosts, -1, *blocks.shape[1:])).reshape(blocks.shape)
-    by_device = blocks.reshape(-1, here.stack.in_host, *blocks.shape[1:])  # hosts L ...
-    return within_hosts(here, by_device, axis=1).reshape(blocks.shape)
+        came = yield from between_hosts(blocks.reshape(here.stack.hosts, -1, *tail))
+        return came.reshape(blocks.shape)
+    by_device = blocks.reshape(-1, inside, *blocks.shape[1:]).swapaxes(0, 1)  # L hosts size ...
+    within = tuple(name for name in axes if name != "replica")
+    came = yield from journeys.send(within, by_device.reshape(inside, -1, *tail))
+    return came.reshape(by_device.shape).swapaxes(0, 1).reshape(blocks.shape)
 
 
-def between_hosts(blocks: jax.Array) -> jax.Array:
-    """[T, ...]: block t goes to this device's peer on host t, and that of the peer comes."""
-    return lax.all_to_all(blocks, "replica", 0, 0, tiled=True)
-
-
-def within_hosts(here: LocalStack, blocks: jax.Array, axis: int = 0) -> jax.Array:
-    """[L, ...] at `axis`: block l goes to device l of this host, and that of device l comes."""
-    inside = tuple(name for name in here.axes.route_axes if name != "replica")
-    return lax.all_to_all(blocks, inside, axis, axis, tiled=True)
+def between_hosts(blocks: jax.Array) -> Journey[jax.Array]:
+    """[T, size, ...]: block t goes to this device's peer on host t, and that of the peer comes."""
+    return journeys.send(("replica",), blocks)
 
 
 def in_blocks(here: LocalStack, flat: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.exchange.journeys import Journey, send
 
 PLATFORMS = ("tpu", "gpu", "cuda", "rocm")
 """Where XLA has the collective."""
@@ -58,7 +59,7 @@ def slots_for(occurrences: int, devices: int) -> int:
     return _aligned(occurrences) + devices * GRANULE
 
 
-def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> RaggedSplits:
+def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> Journey[RaggedSplits]:
     """The splits of an exchange: what each device wants to send, as far as its receivers have room.
 
     Args:
@@ -67,10 +68,10 @@ def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> RaggedSplit
       axes: Mesh axes of the N devices.
     """
     starts = _begins(wanted)
-    asked = lax.all_to_all(jnp.stack([wanted, starts], axis=1), axes, 0, 0, tiled=True)
+    asked = yield from send(axes, jnp.stack([wanted, starts], axis=1))
     begins = jnp.minimum(_begins(asked[:, 0]), room)
     granted = jnp.minimum(asked[:, 0], room - begins)
-    answer = lax.all_to_all(jnp.stack([granted, begins], axis=1), axes, 0, 0, tiled=True)
+    answer = yield from send(axes, jnp.stack([granted, begins], axis=1))
     return RaggedSplits(starts, answer[:, 0], answer[:, 1], begins, granted, asked[:, 1])
 
 

@@ -19,7 +19,9 @@ Where XLA has it, `ragged_all_to_all` carries the same without the empty slots (
 travel with the number of their bag; the owner adds up each bag and one vector a bag travels back, one gradient a bag
 there again.
 
-With `Exchange.route="two_level"` everything travels in two hops, between hosts and within them, see `_hops`.
+With `Exchange.route="two_level"` everything travels in two hops, between hosts and within them, see `local.hops`.
+
+Functions that exchange are journeys (see `journeys`), so that all channels of all stacks travel together.
 """
 
 import dataclasses
@@ -36,6 +38,7 @@ from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.quantized import products
 from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.exchange import ragged, through_hosts, wire
+from scalejax.parallel.embedding.exchange.journeys import Journey, together
 from scalejax.parallel.embedding.exchange.local import (
     SLACK,
     ByDevice,
@@ -130,7 +133,7 @@ def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange)
     return max(map(min, wanted, most))
 
 
-def route(here: LocalStack) -> tuple[Route, "Int32[Array, '2']"]:
+def route(here: LocalStack) -> "Journey[tuple[Route, Int32[Array, '2']]]":
     """Sends the ids of one stack to their owners.
 
     Returns:
@@ -140,55 +143,43 @@ def route(here: LocalStack) -> tuple[Route, "Int32[Array, '2']"]:
     lost = sum((lost_slots(shard, look) for look in found), jnp.zeros((), jnp.int32))
     where = {look: addresses(shard, look, stack.devices, stack.local_rows) for look in found}
     bad = sum((bad for _, _, bad in where.values()), jnp.zeros((), jnp.int32))
-    ways = []
+    journeys: list[Journey[tuple[Route, jax.Array | int]]] = []
     if here.by_rows:
         device = jnp.concatenate([where[look][0] for look in here.by_rows])
         row = jnp.concatenate([where[look][1] for look in here.by_rows])
         order = summation_order(shard, here.by_rows)
         if stack.devices == 1:
-            ways.append(Route(row, order))
+            return Route(row, order), jnp.stack([bad, lost])
+        found = ByDevice.sort(device, order, stack.devices)
+        if here.exchange.all_to_all == "padded":
+            journeys.append(_send_ids(here, found, row))
         else:
-            send = _send_ids if here.exchange.all_to_all == "padded" else _send_runs
-            way, without_room = send(here, ByDevice.sort(device, order, stack.devices), row)
-            ways.append(way)
-            lost = lost + without_room
+            journeys.append(_send_runs(here, found, row))
     if here.by_bags:
-        ways.append(_send_bags(here, {look: where[look][1] for look in here.by_bags}))
+        journeys.append(_send_bags(here, {look: where[look][1] for look in here.by_bags}))
     if here.by_host:
-        arrived, sequence, through, without_room = through_hosts.send(
-            here, {look: where[look][:2] for look in here.by_host}
-        )
-        ways.append(Route(arrived, sequence, through=through))
-        lost = lost + without_room
-    return _joined(ways), jnp.stack([bad, lost])
+        journeys.append(_send_through_hosts(here, {look: where[look][:2] for look in here.by_host}))
+    ways, without_room = zip(*(yield from together(journeys)), strict=True)
+    return _joined(ways), jnp.stack([bad, sum(without_room, lost)])
 
 
 def fetch(
     here: LocalStack, table: "Float[Array, 'rows dim'] | UInt32[Array, 'rows words']", way: Route
-) -> list["Float[Array, 'bags *positions dim']"]:
+) -> "Journey[list[Float[Array, 'bags *positions dim']]]":
     """What the model sees of every feature, per lookup: float[b, dim], or [b, positions, dim] for pooling "none"."""
-    stack, shard, zero = here.stack, here.shard, here.zero
-    results: dict[Lookup, jax.Array] = {}
-    arrivals, last = way.ends
-    if here.by_rows and way.slots is None:
-        for look in here.by_rows:
-            # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
-            rows = read(table, way.arrived[look.part], stack)
-            results[look] = pool(shard, look, rows.astype(stack.wide_dtype), zero)
-    elif here.by_rows:
-        assert way.slots is not None
-        rows = read(table, way.arrived[:arrivals], stack)
-        rows = _carry_rows(here, rows, way, "to senders")
-        for look in here.by_rows:
-            own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
-            results[look] = pool(shard, look, own.astype(stack.wide_dtype), zero)
+    stack, (arrivals, last) = here.stack, way.ends
+    if stack.devices == 1:
+        # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
+        rows = [read(table, way.arrived[look.part], stack).astype(stack.wide_dtype) for look in here.lookups]
+        return [pool(here.shard, look, own, here.zero) for look, own in zip(here.lookups, rows, strict=True)]
+    journeys: list[Journey[dict[Lookup, jax.Array]]] = []
+    if here.by_rows:
+        journeys.append(_fetch_rows(here, read(table, way.arrived[:arrivals], stack), way))
     if here.by_bags:
-        sums = carry(here, pool_bags(here, table, way), "to senders")
-        for look in here.by_bags:
-            (rank,) = look.member.ranks
-            results[look] = average(shard, look, sums[rank, look.bag : look.bag + look.feature.bags], zero)
+        journeys.append(_fetch_bags(here, pool_bags(here, table, way)))
     if way.through is not None:
-        results |= through_hosts.fetch(here, read(table, way.arrived[last:], stack), way.through)
+        journeys.append(through_hosts.fetch(here, read(table, way.arrived[last:], stack), way.through))
+    results = _merged((yield from together(journeys)))
     return [results[look] for look in here.lookups]
 
 
@@ -223,65 +214,103 @@ def read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
 
 def return_grads(
     here: LocalStack, grads: Sequence["Float[Array, 'bags *positions dim']"], way: Route
-) -> "Float[Array, 'arrivals dim']":
+) -> "Journey[Float[Array, 'arrivals dim']]":
     """The gradient of `fetch`: per lookup -> float[A, dim], one for every arrival, beside `way.arrived`."""
-    shard, zero = here.shard, here.zero
     of = dict(zip(here.lookups, grads, strict=True))
-    parts = []
+    journeys: list[Journey[jax.Array]] = []
     if here.by_rows:
-        occurrences = jnp.concatenate([unpool(shard, look, of[look], zero) for look in here.by_rows])
-        if way.inverse is not None:
-            sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
-            occurrences = _carry_rows(here, sent, way, "to owners")
-        parts.append(occurrences)
+        occurrences = jnp.concatenate([unpool(here.shard, look, of[look], here.zero) for look in here.by_rows])
+        if way.inverse is None:
+            return occurrences
+        sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
+        journeys.append(_carry_rows(here, sent, way, "to owners"))
     if here.by_bags:
-        shares = {look: average(shard, look, of[look], zero) for look in here.by_bags}
-        blocks = arrange(shares, here.stack.devices, _owner, lambda look: look.bag, most_bags(here.by_bags), 0)
-        parts.append(unpool_bags(here, carry(here, blocks, "to owners"), way))
+        journeys.append(_return_bags(here, of, way))
     if way.through is not None:
-        parts.append(through_hosts.return_grads(here, of, way.through))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        journeys.append(through_hosts.return_grads(here, of, way.through))
+    return _end_to_end((yield from together(journeys)))
 
 
-def to_senders(here: LocalStack, values: jax.Array, way: Route) -> dict[Lookup, jax.Array]:
+def to_senders(here: LocalStack, values: jax.Array, way: Route) -> Journey[dict[Lookup, jax.Array]]:
     """[A, ...] at the owners -> what belongs to every slot of each feature, at the devices that hold the examples."""
     if here.stack.devices == 1:
         return {look: values[look.part] for look in here.lookups}
     arrivals, last = way.ends
-    back: dict[Lookup, jax.Array] = {}
+    journeys: list[Journey[dict[Lookup, jax.Array]]] = []
     if way.slots is not None:
-        flat = _back(here, values[:arrivals], way)
-        for look in here.by_rows:
-            back[look] = flat.at[way.slots[look.part]].get(mode="fill", fill_value=0)
+        journeys.append(_rows_to_senders(here, values[:arrivals], way))
     if here.by_bags:
-        blocks = swap(here, in_blocks(here, values[arrivals:last]), "to senders")
-        for look in here.by_bags:
-            (rank,) = look.member.ranks
-            back[look] = blocks[rank, look.part]
+        journeys.append(_bags_to_senders(here, values[arrivals:last]))
     if way.through is not None:
-        back |= through_hosts.to_senders(here, values[last:], way.through)
-    return back
+        journeys.append(through_hosts.to_senders(here, values[last:], way.through))
+    return _merged((yield from together(journeys)))
 
 
-def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: Route) -> jax.Array:
+def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: Route) -> Journey[jax.Array]:
     """The inverse of `to_senders`: one value a slot of each feature -> [A, ...]; zeros where nothing arrived."""
     if here.stack.devices == 1:
         return jnp.concatenate([values[look] for look in here.lookups])
-    parts = []
+    journeys: list[Journey[jax.Array]] = []
     if way.inverse is not None:
         occurrences = jnp.concatenate([values[look] for look in here.by_rows])
-        sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
-        parts.append(_forth(here, sent, way))
+        journeys.append(_forth(here, occurrences.at[way.inverse].get(mode="fill", fill_value=0), way))
     if here.by_bags:
-        by_bags = {look: values[look] for look in here.by_bags}
-        blocks = arrange(by_bags, here.stack.devices, _owner, lambda look: look.occurrence, most_slots(by_bags), 0)
-        parts.append(swap(here, blocks, "to owners").reshape(-1, *blocks.shape[2:]))
+        journeys.append(_bags_to_owners(here, {look: values[look] for look in here.by_bags}))
     if way.through is not None:
-        parts.append(through_hosts.to_owners(here, values, way.through))
-    return jnp.concatenate(parts)
+        journeys.append(through_hosts.to_owners(here, values, way.through))
+    return _end_to_end((yield from together(journeys)))
 
 
-def _send_ids(here: LocalStack, found: ByDevice, row: jax.Array) -> tuple[Route, jax.Array]:
+def _merged(parts: Sequence[dict[Lookup, jax.Array]]) -> dict[Lookup, jax.Array]:
+    return {look: value for part in parts for look, value in part.items()}
+
+
+def _end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _fetch_rows(here: LocalStack, rows: jax.Array, way: Route) -> Journey[dict[Lookup, jax.Array]]:
+    assert way.slots is not None
+    rows, results = (yield from _carry_rows(here, rows, way, "to senders")), {}
+    for look in here.by_rows:
+        own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
+        results[look] = pool(here.shard, look, own.astype(here.stack.wide_dtype), here.zero)
+    return results
+
+
+def _fetch_bags(here: LocalStack, sums: jax.Array) -> Journey[dict[Lookup, jax.Array]]:
+    sums, results = (yield from carry(here, sums, "to senders")), {}
+    for look in here.by_bags:
+        bags = sums[_owner(look), look.bag : look.bag + look.feature.bags]
+        results[look] = average(here.shard, look, bags, here.zero)
+    return results
+
+
+def _return_bags(here: LocalStack, of: dict[Lookup, jax.Array], way: Route) -> Journey[jax.Array]:
+    shares = {look: average(here.shard, look, of[look], here.zero) for look in here.by_bags}
+    blocks = arrange(shares, here.stack.devices, _owner, lambda look: look.bag, most_bags(here.by_bags), 0)
+    bags = yield from carry(here, blocks, "to owners")
+    return unpool_bags(here, bags, way)
+
+
+def _rows_to_senders(here: LocalStack, values: jax.Array, way: Route) -> Journey[dict[Lookup, jax.Array]]:
+    assert way.slots is not None
+    flat = yield from _back(here, values, way)
+    return {look: flat.at[way.slots[look.part]].get(mode="fill", fill_value=0) for look in here.by_rows}
+
+
+def _bags_to_senders(here: LocalStack, values: jax.Array) -> Journey[dict[Lookup, jax.Array]]:
+    blocks = yield from swap(here, in_blocks(here, values), "to senders")
+    return {look: blocks[_owner(look), look.part] for look in here.by_bags}
+
+
+def _bags_to_owners(here: LocalStack, values: dict[Lookup, jax.Array]) -> Journey[jax.Array]:
+    blocks = arrange(values, here.stack.devices, _owner, lambda look: look.occurrence, most_slots(values), 0)
+    arrived = yield from swap(here, blocks, "to owners")
+    return arrived.reshape(-1, *blocks.shape[2:])
+
+
+def _send_ids(here: LocalStack, found: ByDevice, row: jax.Array) -> Journey[tuple[Route, jax.Array | int]]:
     stack, count = here.stack, row.shape[0]
     devices, capacity = stack.devices, bucket_capacity(stack, here.lookups, here.exchange)
     ranks = found.ranks
@@ -293,15 +322,16 @@ def _send_ids(here: LocalStack, found: ByDevice, row: jax.Array) -> tuple[Route,
     filled = wanted < found.starts[1:, None]
     inverse = jnp.where(filled, found.occurrences.at[wanted].get(mode="clip"), count)
     sent = row.at[inverse].get(mode="fill", fill_value=stack.local_rows)
-    return Route(swap(here, sent, "to owners").reshape(-1), None, slots, inverse.reshape(-1)), lost
+    arrived = yield from swap(here, sent, "to owners")
+    return Route(arrived.reshape(-1), None, slots, inverse.reshape(-1)), lost
 
 
-def _send_runs(here: LocalStack, found: ByDevice, row: jax.Array) -> tuple[Route, jax.Array]:
+def _send_runs(here: LocalStack, found: ByDevice, row: jax.Array) -> Journey[tuple[Route, jax.Array | int]]:
     stack, count, axes = here.stack, row.shape[0], here.axes.route_axes
     capacity = bucket_capacity(stack, here.lookups, here.exchange)
     wanted = found.starts[1:] - found.starts[:-1]
     room, slots = (ragged.slots_for(n, stack.devices) for n in (stack.devices * capacity, count))
-    runs = ragged.agree(wanted, room=room, axes=axes)
+    runs = yield from ragged.agree(wanted, room=room, axes=axes)
     none = jnp.zeros(1, jnp.int32)
     sent = found.ranks < jnp.concatenate([runs.sizes, none])[found.devices]
     slot = jnp.concatenate([runs.starts, none])[found.devices] + found.ranks
@@ -314,7 +344,7 @@ def _send_runs(here: LocalStack, found: ByDevice, row: jax.Array) -> tuple[Route
     return way, (wanted - runs.sizes).sum(dtype=jnp.int32)
 
 
-def _send_bags(here: LocalStack, rows: dict[Lookup, jax.Array]) -> Route:
+def _send_bags(here: LocalStack, rows: dict[Lookup, jax.Array]) -> Journey[tuple[Route, jax.Array | int]]:
     stack, shard = here.stack, here.shard
     slots, vectors = most_slots(rows), most_bags(rows)
 
@@ -335,17 +365,25 @@ def _send_bags(here: LocalStack, rows: dict[Lookup, jax.Array]) -> Route:
     if ordered:
         as_they_are = lax.iota(jnp.int32, slots)
         planes.append(jnp.stack([as_they_are if order is None else order for order in orders]))
-    arrived = swap(here, jnp.stack(planes, axis=1), "to owners")  # N planes K'
+    arrived = yield from swap(here, jnp.stack(planes, axis=1), "to owners")  # N planes K'
     source = lax.iota(jnp.int32, stack.devices)[:, None]
-    return Route(
+    way = Route(
         arrived=arrived[:, 0].reshape(-1),
         sequence=(source * slots + arrived[:, -1]).reshape(-1) if ordered else None,
         bags=(source * vectors + arrived[:, 1]).reshape(-1),
         weights=None if shard.weights is None else lax.bitcast_convert_type(arrived[:, 2], jnp.float32).reshape(-1),
     )
+    return way, 0
 
 
-def _joined(ways: list[Route]) -> Route:
+def _send_through_hosts(
+    here: LocalStack, where: dict[Lookup, tuple[jax.Array, jax.Array]]
+) -> Journey[tuple[Route, jax.Array | int]]:
+    arrived, sequence, through, without_room = yield from through_hosts.send(here, where)
+    return Route(arrived, sequence, through=through), without_room
+
+
+def _joined(ways: Sequence[Route]) -> Route:
     """Of "rows", of "bags" and of "host", in this order, some of which may be missing."""
     if len(ways) == 1:
         return ways[0]
@@ -370,26 +408,30 @@ def _owner(look: Lookup) -> int:
     return look.member.ranks[0]
 
 
-def _forth(here: LocalStack, values: jax.Array, way: Route) -> jax.Array:
+def _forth(here: LocalStack, values: jax.Array, way: Route) -> Journey[jax.Array]:
     """[slots, ...] at the senders -> [arrivals of "rows", ...] at the owners; zeros where nothing arrived."""
     if way.runs is None:
-        return swap(here, in_blocks(here, values), "to owners").reshape(-1, *values.shape[1:])
+        arrived = yield from swap(here, in_blocks(here, values), "to owners")
+        return arrived.reshape(-1, *values.shape[1:])
     return ragged.to_owners(values, way.runs, room=way.ends[0], fill=0, axes=here.axes.route_axes)
 
 
-def _back(here: LocalStack, values: jax.Array, way: Route) -> jax.Array:
+def _back(here: LocalStack, values: jax.Array, way: Route) -> Journey[jax.Array]:
     """The inverse of `_forth`."""
     if way.runs is None:
-        return swap(here, in_blocks(here, values), "to senders").reshape(-1, *values.shape[1:])
+        arrived = yield from swap(here, in_blocks(here, values), "to senders")
+        return arrived.reshape(-1, *values.shape[1:])
     assert way.inverse is not None
     return ragged.to_senders(values, way.runs, count=way.inverse.shape[0], axes=here.axes.route_axes)
 
 
-def _carry_rows(here: LocalStack, vectors: jax.Array, way: Route, direction: Direction) -> jax.Array:
+def _carry_rows(here: LocalStack, vectors: jax.Array, way: Route, direction: Direction) -> Journey[jax.Array]:
     """Vectors of the "rows" channel, [slots or arrivals, D], in the formats of the exchange."""
-    if way.runs is None:
-        return carry(here, in_blocks(here, vectors), direction).reshape(-1, vectors.shape[-1])
     exchange = here.exchange
+    if way.runs is None:
+        blocks = yield from carry(here, in_blocks(here, vectors), direction)
+        return blocks.reshape(-1, vectors.shape[-1])
     if direction == "to senders":
-        return wire.carry(vectors, exchange.forward, lambda x: _back(here, x, way))
-    return wire.carry(vectors, exchange.backward, lambda x: _forth(here, x, way), loss_scale=exchange.loss_scale)
+        return (yield from wire.carry(vectors, exchange.forward, lambda x: _back(here, x, way)))
+    scale = exchange.loss_scale
+    return (yield from wire.carry(vectors, exchange.backward, lambda x: _forth(here, x, way), loss_scale=scale))

@@ -22,18 +22,18 @@ from jax import lax
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import xla
 from scalejax.numerics.rounding import rounded
+from scalejax.parallel.embedding.exchange.journeys import Journey
 from scalejax.parallel.embedding.exchange.local import (
     SLACK,
     ByDevice,
     LocalStack,
     arrange,
     bag_numbers,
-    between_hosts,
     bucket_order,
     carry_hop,
     most_bags,
     most_slots,
-    within_hosts,
+    move,
 )
 from scalejax.parallel.embedding.ids.occurrences import Lookup, average, host_of, slots_of_member
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
@@ -76,7 +76,7 @@ def capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> int
 
 def send(
     here: LocalStack, where: dict[Lookup, tuple[jax.Array, jax.Array]]
-) -> tuple[jax.Array, jax.Array, HostRoute, jax.Array]:
+) -> Journey[tuple[jax.Array, jax.Array, HostRoute, jax.Array]]:
     """Sends ids to the devices of their host by way of the peer there.
 
     Args:
@@ -108,7 +108,7 @@ def send(
     if ordered:
         as_they_are = lax.iota(jnp.int32, slots)
         planes.append(jnp.stack([as_they_are if order is None else order for order in orders]))
-    came = between_hosts(jnp.stack(planes, axis=1))  # T planes S
+    came = yield from move(here, "between hosts", jnp.stack(planes, axis=1))  # T planes S
     peer = lax.iota(jnp.int32, hosts)[:, None]
     order = (peer * slots + came[:, -1]).reshape(-1) if ordered else None
     row, count = came[:, 1].reshape(-1), hosts * slots
@@ -121,7 +121,7 @@ def send(
     filled = wanted < found.starts[1:, None]
     inverse = jnp.where(filled, found.occurrences.at[wanted].get(mode="clip"), count)
     sent = jnp.stack([row.at[inverse].get(mode="fill", fill_value=stack.local_rows), inverse // slots], axis=1)
-    arrived = within_hosts(here, sent)  # L 2 K
+    arrived = yield from move(here, "within hosts", sent)  # L 2 K
     _, sequence = xla.stable_order(arrived[:, 1].reshape(-1), hosts)
     way = HostRoute(
         slots=slot,
@@ -133,9 +133,10 @@ def send(
     return arrived[:, 0].reshape(-1), sequence, way, lost
 
 
-def fetch(here: LocalStack, rows: jax.Array, way: HostRoute) -> dict[Lookup, jax.Array]:
+def fetch(here: LocalStack, rows: jax.Array, way: HostRoute) -> Journey[dict[Lookup, jax.Array]]:
     """float[L * K, dim] of what arrived -> the pooled vectors of each feature, where the examples are."""
-    sums = carry_hop(here, pool(here, rows, way), "between hosts", "to senders")  # T V dim
+    sums = yield from pool(here, rows, way)
+    sums = yield from carry_hop(here, sums, "between hosts", "to senders")  # T V dim
     return {
         look: average(
             here.shard, look, sums[host_of(here.stack, look), look.bag : look.bag + look.feature.bags], here.zero
@@ -144,18 +145,18 @@ def fetch(here: LocalStack, rows: jax.Array, way: HostRoute) -> dict[Lookup, jax
     }
 
 
-def pool(here: LocalStack, rows: jax.Array, way: HostRoute) -> jax.Array:
+def pool(here: LocalStack, rows: jax.Array, way: HostRoute) -> Journey[jax.Array]:
     """float[L * K, dim] of what arrived -> float[T, V, dim] between the hops: sums of bags of the peer on each host."""
     stack, hosts = here.stack, here.stack.hosts
     blocks = rows.reshape(stack.in_host, -1, stack.dim)
-    flat = carry_hop(here, blocks, "within hosts", "to senders").reshape(-1, stack.dim)
-    own = flat.at[way.slots].get(mode="fill", fill_value=0).astype(stack.wide_dtype)  # T*S dim
+    came = yield from carry_hop(here, blocks, "within hosts", "to senders")
+    own = came.reshape(-1, stack.dim).at[way.slots].get(mode="fill", fill_value=0).astype(stack.wide_dtype)  # T*S dim
     if way.weights is not None:
         own = rounded(own * way.weights.astype(own.dtype)[:, None], here.zero)
     return ops.pool_rows(own, way.bags, hosts * most_bags(here.by_host)).reshape(hosts, -1, stack.dim)
 
 
-def return_grads(here: LocalStack, of: dict[Lookup, jax.Array], way: HostRoute) -> jax.Array:
+def return_grads(here: LocalStack, of: dict[Lookup, jax.Array], way: HostRoute) -> Journey[jax.Array]:
     """The gradient of `fetch`: float[L * K, dim], one for every arrival."""
     stack = here.stack
     shares = {look: average(here.shard, look, of[look], here.zero) for look in here.by_host}
@@ -163,35 +164,38 @@ def return_grads(here: LocalStack, of: dict[Lookup, jax.Array], way: HostRoute) 
     blocks = arrange(
         shares, stack.hosts, lambda look: host_of(stack, look), lambda look: look.bag, vectors, 0
     )  # T V dim
-    return unpool(here, carry_hop(here, blocks, "between hosts", "to owners"), way)
+    bags = yield from carry_hop(here, blocks, "between hosts", "to owners")
+    return (yield from unpool(here, bags, way))
 
 
-def unpool(here: LocalStack, bags: jax.Array, way: HostRoute) -> jax.Array:
+def unpool(here: LocalStack, bags: jax.Array, way: HostRoute) -> Journey[jax.Array]:
     """The gradient of `pool`: float[T, V, dim] -> float[L * K, dim], one for every arrival."""
-    stack, bags = here.stack, bags.reshape(-1, here.stack.dim)
-    slots = bags.at[way.bags].get(mode="fill", fill_value=0)
+    stack = here.stack
+    slots = bags.reshape(-1, stack.dim).at[way.bags].get(mode="fill", fill_value=0)
     if way.weights is not None:
         slots = rounded(slots * way.weights.astype(slots.dtype)[:, None], here.zero)
     sent = slots.at[way.inverse].get(mode="fill", fill_value=0).reshape(stack.in_host, -1, stack.dim)
-    return carry_hop(here, sent, "within hosts", "to owners").reshape(-1, stack.dim)
+    came = yield from carry_hop(here, sent, "within hosts", "to owners")
+    return came.reshape(-1, stack.dim)
 
 
-def to_senders(here: LocalStack, values: jax.Array, way: HostRoute) -> dict[Lookup, jax.Array]:
+def to_senders(here: LocalStack, values: jax.Array, way: HostRoute) -> Journey[dict[Lookup, jax.Array]]:
     """As `routed.to_senders`, of what arrived through hosts."""
     stack, tail = here.stack, values.shape[1:]
-    flat = within_hosts(here, values.reshape(stack.in_host, -1, *tail)).reshape(-1, *tail)
-    own = flat.at[way.slots].get(mode="fill", fill_value=0)
-    blocks = between_hosts(own.reshape(stack.hosts, -1, *tail))
+    came = yield from move(here, "within hosts", values.reshape(stack.in_host, -1, *tail))
+    own = came.reshape(-1, *tail).at[way.slots].get(mode="fill", fill_value=0)
+    blocks = yield from move(here, "between hosts", own.reshape(stack.hosts, -1, *tail))
     return {look: blocks[host_of(stack, look), look.part] for look in here.by_host}
 
 
-def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: HostRoute) -> jax.Array:
+def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: HostRoute) -> Journey[jax.Array]:
     """As `routed.to_owners`, of what arrived through hosts."""
     stack = here.stack
     parts = {look: values[look] for look in here.by_host}
     slots = most_slots(here.by_host)
     blocks = arrange(parts, stack.hosts, lambda look: host_of(stack, look), lambda look: look.occurrence, slots, 0)
-    own = between_hosts(blocks)
+    own = yield from move(here, "between hosts", blocks)
     flat = own.reshape(-1, *own.shape[2:])
     sent = flat.at[way.inverse].get(mode="fill", fill_value=0)
-    return within_hosts(here, sent.reshape(stack.in_host, -1, *flat.shape[1:])).reshape(-1, *flat.shape[1:])
+    came = yield from move(here, "within hosts", sent.reshape(stack.in_host, -1, *flat.shape[1:]))
+    return came.reshape(-1, *flat.shape[1:])

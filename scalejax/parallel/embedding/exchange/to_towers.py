@@ -16,6 +16,7 @@ from jax import lax
 
 from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.exchange import routed, through_hosts
+from scalejax.parallel.embedding.exchange.journeys import Journey, together
 from scalejax.parallel.embedding.exchange.local import LocalStack, between_hosts, carry_hop, most_bags
 from scalejax.parallel.embedding.ids.occurrences import Lookup, host_of, shares
 from scalejax.parallel.embedding.plan.placement import PlanRefused
@@ -88,18 +89,21 @@ def check(stacks: Sequence[Stack], towers: HostTowers) -> None:
         raise ValueError(f"to_towers: tables must have one width; got {widths}.")
 
 
-def fetch(stacks: Sequence[tuple[LocalStack, jax.Array, routed.Route]], towers: HostTowers) -> jax.Array:
+def fetch(stacks: Sequence[tuple[LocalStack, jax.Array, routed.Route]], towers: HostTowers) -> Journey[jax.Array]:
     """float[b, H * K, F, N] of `HalfWay.vectors`, of (stack, its rows here, route of its ids)."""
-    pooled: Pooled = {}
+    journeys: dict[tuple[str, str], Journey[jax.Array]] = {}
     for here, table, way in stacks:
         name, last = here.stack.name, way.ends[1]
         if here.by_bags:
-            bags = carry_hop(here, routed.pool_bags(here, table, way), "within hosts", "to senders")
-            pooled[name, "bags"] = _units(here, bags)
+            bags = routed.pool_bags(here, table, way)
+            journeys[name, "bags"] = carry_hop(here, bags, "within hosts", "to senders")
         if way.through is not None:
             rows = routed.read(table, way.arrived[last:], here.stack)
-            pooled[name, "host"] = _units(here, through_hosts.pool(here, rows, way.through))
+            journeys[name, "host"] = through_hosts.pool(here, rows, way.through)
+    came = yield from together([*journeys.values()])
     found = [here for here, _, _ in stacks]
+    of = {here.stack.name: here for here in found}
+    pooled: Pooled = {key: _units(of[key[0]], x) for key, x in zip(journeys, came, strict=True)}
     width = max(look.member.config.dim for here in found for look in here.lookups)
     host, filled = lax.axis_index("replica"), None
     for key, columns, places in _places(found, towers):
@@ -113,17 +117,17 @@ def fetch(stacks: Sequence[tuple[LocalStack, jax.Array, routed.Route]], towers: 
         has = (own < units.shape[1])[:, None, None]
         filled = filled.at[..., columns].set(jnp.where(has, vectors, filled[..., columns]))
     assert filled is not None
-    vectors = _averaged(found, filled, towers)
+    vectors = yield from _averaged(found, filled, towers)
     vectors = vectors.reshape(towers.hosts, towers.each, towers.room, *vectors.shape[2:])
     vectors = vectors.transpose(3, 0, 1, 2, 4)  # b H K F N
     return vectors.reshape(vectors.shape[0], -1, *vectors.shape[3:])
 
 
-def pooled_grads(stacks: Sequence[LocalStack], grads: jax.Array, towers: HostTowers) -> Pooled:
+def pooled_grads(stacks: Sequence[LocalStack], grads: jax.Array, towers: HostTowers) -> Journey[Pooled]:
     """The gradient of the filling in `fetch`: float[b, H * K, F, N] -> gradients of the pooled vectors."""
     vectors = grads.reshape(grads.shape[0], towers.hosts, -1, grads.shape[-1]).transpose(1, 2, 0, 3)  # H K*F b N
     vectors = vectors.astype(stacks[0].stack.wide_dtype)
-    vectors, host, found = _averaged(stacks, vectors, towers), lax.axis_index("replica"), {}
+    vectors, host, found = (yield from _averaged(stacks, vectors, towers)), lax.axis_index("replica"), {}
     for key, columns, places in _places(stacks, towers):
         count = _count(next(here for here in stacks if here.stack.name == key[0]), key[1])
         back = np.full((towers.hosts, count), places.shape[1], np.int32)
@@ -136,17 +140,23 @@ def pooled_grads(stacks: Sequence[LocalStack], grads: jax.Array, towers: HostTow
     return found
 
 
-def return_grads(here: LocalStack, pooled: Pooled, way: routed.Route) -> jax.Array:
+def return_grads(here: LocalStack, pooled: Pooled, way: routed.Route) -> Journey[jax.Array]:
     """As `routed.return_grads`, from gradients of the pooled vectors between the hops."""
-    stack, parts = here.stack, []
+    stack = here.stack
+    journeys: list[Journey[jax.Array]] = []
     if here.by_bags:
-        units = pooled[stack.name, "bags"]
-        bags = units.reshape(stack.devices, -1, stack.dim)
-        parts.append(routed.unpool_bags(here, carry_hop(here, bags, "within hosts", "to owners"), way))
+        bags = pooled[stack.name, "bags"].reshape(stack.devices, -1, stack.dim)
+        journeys.append(_return_bags(here, bags, way))
     if way.through is not None:
         units = pooled[stack.name, "host"]
-        parts.append(through_hosts.unpool(here, units.reshape(stack.hosts, -1, stack.dim), way.through))
+        journeys.append(through_hosts.unpool(here, units.reshape(stack.hosts, -1, stack.dim), way.through))
+    parts = yield from together(journeys)
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _return_bags(here: LocalStack, bags: jax.Array, way: routed.Route) -> Journey[jax.Array]:
+    came = yield from carry_hop(here, bags, "within hosts", "to owners")
+    return routed.unpool_bags(here, came, way)
 
 
 def _units(here: LocalStack, pooled: jax.Array) -> jax.Array:
@@ -183,7 +193,7 @@ def _places(stacks: Sequence[LocalStack], towers: HostTowers) -> Iterator[tuple[
             yield (here.stack.name, channel), slice(start, stop), places
 
 
-def _averaged(stacks: Sequence[LocalStack], vectors: jax.Array, towers: HostTowers) -> jax.Array:
+def _averaged(stacks: Sequence[LocalStack], vectors: jax.Array, towers: HostTowers) -> Journey[jax.Array]:
     """float[H, K * F, b, N], sums of bags -> their means where a table wants means.
 
     Who has the bags knows how many ids they have, and says so by way of the hop between hosts.
@@ -201,5 +211,5 @@ def _averaged(stacks: Sequence[LocalStack], vectors: jax.Array, towers: HostTowe
     for name, (here, look) in looks.items():
         host, tower, place = towers.places[name]
         parts[host][tower * towers.room + place] = shares(here.shard, look, vectors.dtype, here.zero)
-    factors = between_hosts(jnp.stack([jnp.stack(part) for part in parts]))  # H K*F b
+    factors = yield from between_hosts(jnp.stack([jnp.stack(part) for part in parts]))  # H K*F b
     return rounded(vectors * factors[..., None], stacks[0].zero)

@@ -19,6 +19,7 @@ from jax import lax
 from scalejax.numerics import float8
 from scalejax.parallel.compression import codec
 from scalejax.parallel.compression.wire_formats import WIRE_FORMATS
+from scalejax.parallel.embedding.exchange.journeys import Journey
 from scalejax.parallel.embedding.plan.sharding_plan import Wire
 
 _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -26,8 +27,8 @@ _FLOAT8 = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 def carry(
-    vectors: jax.Array, wire: Wire, move: Callable[[jax.Array], jax.Array], *, loss_scale: float = 1.0
-) -> jax.Array:
+    vectors: jax.Array, wire: Wire, move: Callable[[jax.Array], Journey[jax.Array]], *, loss_scale: float = 1.0
+) -> Journey[jax.Array]:
     """float[..., D] -> what `move` makes of them, moved as `wire`; in the dtype they came in.
 
     Args:
@@ -37,9 +38,10 @@ def carry(
       loss_scale: Multiplied by before and divided by after; not with "full", where nothing would change.
     """
     if wire == "full":
-        return move(vectors)
+        return (yield from move(vectors))
     scaled = vectors if loss_scale == 1.0 else vectors * loss_scale
-    decoded = decode(move(encode(scaled, wire)), wire, vectors.dtype, dim=vectors.shape[-1])
+    arrived = yield from move(encode(scaled, wire))
+    decoded = decode(arrived, wire, vectors.dtype, dim=vectors.shape[-1])
     return decoded if loss_scale == 1.0 else decoded / loss_scale
 
 

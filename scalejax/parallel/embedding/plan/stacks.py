@@ -1,8 +1,8 @@
 """Stacked tables: geometry of the arrays that hold them, without any array.
 
 Tables, or column slices of tables, of equal width, dtype and optimizer lie in one array, so that a hundred tables cost
-one exchange. A member is striped over its ranks, n devices: row r lies on ranks[(r + shift) mod n], at local row
-offset + r div n, where each of the ranks has an offset of its own:
+one gather and one update. A member is striped over its ranks, n devices: row r lies on ranks[(r + shift) mod n], at
+local row offset + r div n, where each of the ranks has an offset of its own:
 
     table 0, 5 rows, ranks (0, 1)     table 1, 3 rows, ranks (1, 0)      local rows of device 0    of device 1
     rows 0 2 4 on device 0            rows 0 2 on device 1               0: t0 r0                  0: t0 r1

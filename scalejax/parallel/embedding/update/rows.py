@@ -14,6 +14,7 @@ from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.stochastic import hash_bits, stochastic_round
+from scalejax.parallel.embedding.exchange.journeys import Journey
 from scalejax.parallel.embedding.exchange.local import LocalStack
 from scalejax.parallel.embedding.exchange.routed import Route, to_owners, to_senders
 from scalejax.parallel.embedding.ids.occurrences import Lookup, slots_of_member, unpool
@@ -81,7 +82,7 @@ def plan_update(here: LocalStack, way: Route, copies: int) -> ops.RowPlan:
 
 def update_stack(
     here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan, arrived: jax.Array, inputs: StepInputs
-) -> Leaves:
+) -> Journey[Leaves]:
     """One optimizer step on the rows of a stack that live here. Runs inside a shard_map over all axes.
 
     Args:
@@ -98,7 +99,7 @@ def update_stack(
     if axes.copy_axes:
         arrived = lax.all_gather(arrived, axes.copy_axes, tiled=True)
     sums = ops.sum_by_row(arrived, plan, summation=inputs.summation)
-    means = _whole_means(here, leaves, way, plan, sums) if stack.exchanges_statistics else None
+    means = (yield from _whole_means(here, leaves, way, plan, sums)) if stack.exchanges_statistics else None
     device = lax.axis_index(axes.route_axes) if stack.devices > 1 else 0
     return _write(here, leaves, plan, sums, means, inputs, device)
 
@@ -215,7 +216,9 @@ def _narrow(stack: Stack, rows: jax.Array, local: jax.Array, device: jax.Array |
     return stochastic_round(rows, stack.dtype, bits)
 
 
-def _whole_means(here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan, sums: jax.Array) -> jax.Array:
+def _whole_means(
+    here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan, sums: jax.Array
+) -> Journey[jax.Array]:
     """float[U]: the mean of g^2 over all columns of each row, of which this device has a slice.
 
     Every owner sends the sums over its blocks of columns to the devices that looked the row up; there they are added,
@@ -226,13 +229,13 @@ def _whole_means(here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan
     blocks = optimizers.square_blocks(grads, here.zero)  # U blocks
     place_of = _slot_of_arrival(way, plan, here.axes)
     at_arrivals = blocks.at[place_of].get(mode="fill", fill_value=0)
-    back = to_senders(here, at_arrivals, way)
+    back = yield from to_senders(here, at_arrivals, way)
     totals = {}
     for looks in _by_feature(here.lookups):
         total = optimizers.add_columns(jnp.concatenate([back[look] for look in looks], axis=1))
         mean = total * (1.0 / looks[0].member.config.dim)
         totals |= dict.fromkeys(looks, mean)
-    forth = to_owners(here, totals, way)  # A
+    forth = yield from to_owners(here, totals, way)  # A
     means = jnp.zeros(blocks.shape[0], blocks.dtype).at[place_of].set(forth, mode="drop")
     # Rows that only other copies looked up have no arrival here; means are not negative, and equal where they are
     # known.
