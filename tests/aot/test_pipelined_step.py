@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+from embedding_cases import six_widths
 
-from scalejax.configs.recsys import dlrm
+from scalejax.configs.recsys import dlrm, wukong
 from scalejax.plan import topology
 from scalejax.plan.compiled import hlo
 from scalejax.train.runs import binding
@@ -12,9 +13,9 @@ from scalejax.train.runs import binding
 pytestmark = pytest.mark.aot
 
 
-def scheduled(name, **changes):
+def scheduled(name, recipe=None, **changes):
     """The entry computation of what a run calls in every step, and the module it is in."""
-    recipe = dlrm.smoke()
+    recipe = recipe or dlrm.smoke()
     whole = dataclasses.replace(
         recipe,
         data=dataclasses.replace(recipe.data, batch_size=16_384),
@@ -48,6 +49,20 @@ def test_exchanges_of_a_recipe_run_beside_other_work(name):
     assert set(beside) == {"bf16", "f32", "s32"}
     assert all(beside.values())
     assert sum(beside["bf16"]) >= 2  # the layers that need no rows
+
+
+@pytest.mark.slow
+def test_exchanges_that_tables_of_six_widths_share_run_beside_other_work():
+    _, order = scheduled("v5p:2x2x1", six_widths(wukong.smoke()))
+    assert not [i.name for i in order if i.opcode == "all-to-all"]
+    beside = {}
+    for first, start in enumerate(order):
+        if start.opcode == "all-to-all-start":
+            last = next(n for n, i in enumerate(order) if i.opcode == "all-to-all-done" and start.name in i.operands)
+            assert order[last].arrays[0].dtype not in beside
+            beside[order[last].arrays[0].dtype] = [i for i in order[first + 1 : last] if i.opcode == "fusion"]
+    assert set(beside) == {"bf16", "f32", "s32"}
+    assert all(beside.values())
 
 
 def test_without_the_option_nothing_runs_beside_them():

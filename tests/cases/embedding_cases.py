@@ -7,6 +7,7 @@ import numpy as np
 
 from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
+from scalejax.models.recsys.stack import Important, NarrowGroup
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.config import (
     Adagrad,
@@ -320,3 +321,20 @@ def two_steps(on, features, grads, logical=None):
     assert not np.asarray(on.faults(state)).any()
     assert int(state["updates"]) == 2
     return {name: np.asarray(x) for name, x in embedded.items()}, numpy_unstack(on, state)
+
+
+SIX_WIDTHS = (2, 4, 6, 8, 16, 24)
+
+
+def six_widths(recipe):
+    """A recipe of Wukong on the flights whose tables are of six widths."""
+    model = dataclasses.replace(
+        recipe.model,
+        narrow=(
+            NarrowGroup(features=("weekday",), dim=2),
+            NarrowGroup(features=("month", "hour"), dim=4),
+            NarrowGroup(features=("carrier",), dim=6),
+        ),
+        important=(Important(feature="origin", vectors=2), Important(feature="dest", vectors=3)),
+    )
+    return dataclasses.replace(recipe, model=model)
