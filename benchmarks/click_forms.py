@@ -14,7 +14,7 @@ from typing import Any
 
 from scalejax.configs import overrides
 from scalejax.configs.recsys import _flights, _movielens, dcnv2, dhen, dlrm, logistic, wukong
-from scalejax.data import FlightsData
+from scalejax.data import FlightsData, MovielensData
 from scalejax.models.recsys.dcnv2 import DcnV2Config
 from scalejax.models.recsys.interactions import (
     Convolution,
@@ -102,8 +102,10 @@ SIZES = {
 """Wukong with more compute beside the same tables; it has two layers in the first table."""
 
 SINGLES = {name: stacks(name) for name in list(MODULES)[:8]}
-PAIRS = {f"linear + {name}": stacks("linear", name) for name in MODULES if name in SINGLES and name != "linear"}
-PAIRS |= {"self-attention + convolution": stacks("self-attention", "convolution")}
+PAIRS = {
+    **{f"linear + {name}": stacks("linear", name) for name in SINGLES if name != "linear"},
+    "self-attention + convolution": stacks("self-attention", "convolution"),
+}
 DEPTHS = {f"cross + FM, {n} layers": stacks("cross", "FM", repeats=n) for n in (1, 4, 8)}
 EXPERTS = {name: stacks(name) for name in ("4 experts", "8 experts")}
 TOWERS: dict[str, Partition] = {
@@ -185,7 +187,7 @@ def forms_of(split: str) -> Mapping[str, tuple[Any, ...]]:
 def data_of(split: str, **fields: Any) -> Any:
     """The data set of a split, with these fields."""
     if split == "movielens":
-        return dataclasses.replace(_movielens.experiment(_ML_DLRM).data, **fields)  # pyright: ignore[reportCallIssue]
+        return MovielensData(**{"path": _movielens.WHEEL, "batch_size": 512, **fields})
     return FlightsData(**fields, **SPLITS[split])
 
 

@@ -2,6 +2,7 @@
 
 python benchmarks/quality.py --runs FILE --predictions FOLDER                     # the random split of the flights
 python benchmarks/quality.py --runs FILE --predictions FOLDER --split time --forms DCNv2 "cross + FM"
+python benchmarks/quality.py --runs FILE --predictions FOLDER --times       # milliseconds a step, of a quiet machine
 python benchmarks/quality.py --runs FILE --predictions FOLDER --report --against "cross + FM" > table.md
 
 FILE holds the trials of `tune.py`, whose best setting of each form by validation is run here with seeds that the trials
@@ -14,11 +15,15 @@ resolve some .001 of AUC. FOLDER keeps the predictions of every run, which the i
 import argparse
 import pathlib
 import sys
+import tempfile
 
 import numpy as np
 import tune
+from scipy import stats
 
 from scalejax.bench import machine
+from scalejax.configs import overrides
+from scalejax.train import loop
 from scalejax.train.metrics import bootstrap
 
 SEEDS = (1, 2, 3, 4, 5)
@@ -45,6 +50,17 @@ def run(runs: tune.Runs, folder: pathlib.Path, form: str, split: str) -> None:
         print(f"{form} {split} seed {seed}: {figures}", file=sys.stderr, flush=True)
 
 
+def time(runs: tune.Runs, form: str, split: str) -> None:
+    """The median step of 64 of the chosen setting, unless it is there or the form has no steps."""
+    setting = tune.chosen(runs, form, split)
+    if setting is None or form == "gradient boosting" or runs.find(setting, split, SEEDS[0], "time"):
+        return
+    experiment = overrides.apply(setting.experiment(split, SEEDS[0]), ("steps=64", "log_every=64"))
+    with tempfile.TemporaryDirectory() as run_folder:
+        closing = loop.train(experiment, workdir=pathlib.Path(run_folder) / "run", recipe="click form")
+    runs.add(setting, split, SEEDS[0], "time", {"step_ms": round(1e3 * closing["step_p50_s"], 1)})
+
+
 def predictions(folder: pathlib.Path, form: str, split: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Labels [N] and predictions [seeds, N]; None = runs are missing."""
     paths = [file_of(folder, form, split, 1 if form == "gradient boosting" else seed) for seed in SEEDS]
@@ -66,28 +82,34 @@ def report(runs: tune.Runs, folder: pathlib.Path, forms: list[str], split: str, 
     others = {form: found[1] for form, found in complete.items() if form != against}
     compared = bootstrap.compare_all(labels, reference, others)
     print(f"{machine.today()}, commit {machine.commit()}; difference: of the form from {against}\n")
-    print("| form | test AUC | NE | AUC, difference | NE, difference in % | MFLOP | dense parameters | ms a step |")
-    print("|---|---|---|---|---|---|---|---|")
-    for form in complete:
+    titles = ("form", "test AUC", "NE", "AUC, difference", "Mann-Whitney p", "NE, difference in %", "MFLOP")
+    titles = (*titles, "dense parameters", "ms a step")
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    aucs: dict[str, list[float]] = {}
+    for form in (against, *(form for form in complete if form != against)):
         setting = tune.chosen(runs, form, split)
         assert setting is not None
         seeds = SEEDS[:1] if form == "gradient boosting" else SEEDS
         found = [figures for seed in seeds if (figures := runs.find(setting, split, seed, "test"))]
         cells = [form]
+        aucs[form] = [figures["auc"] for figures in found]
         for metric in ("auc", "ne"):
             values = np.array([figures[metric] for figures in found])
             cells.append(f"{values.mean():.4f}" + (f" ± {values.std(ddof=1):.4f}" if len(values) > 1 else ""))
         if form == against:
-            cells += ["", ""]
+            cells += ["", "", ""]
         else:
             auc, ne = compared[form]["auc"], compared[form]["ne"]
             interval = auc.difference
             cells.append(f"{interval.value:+.4f} ({interval.low:+.4f} to {interval.high:+.4f}): {auc.verdict}")
+            ranks = stats.mannwhitneyu(aucs[form], aucs[against]).pvalue if len(found) > 1 else None
+            cells.append("" if ranks is None else f"{ranks:.3f}")
             low, value, high = (100 * x / ne.a for x in (ne.difference.low, ne.difference.value, ne.difference.high))
             cells.append(f"{value:+.2f} ({low:+.2f} to {high:+.2f}): {ne.verdict}")
         if "mflop" in found[0]:
-            steps = np.median([figures["step_ms"] for figures in found])
-            cells += [f"{found[0]['mflop']:.2f}", f"{found[0]['dense_parameters']:,}", f"{steps:.1f}"]
+            timed = runs.find(setting, split, SEEDS[0], "time")
+            step = f"{timed['step_ms']:.1f}" if timed else ""
+            cells += [f"{found[0]['mflop']:.2f}", f"{found[0]['dense_parameters']:,}", step]
         else:
             cells += ["", "", ""]
         print("| " + " | ".join(cells) + " |")
@@ -98,6 +120,7 @@ def main() -> None:
     parser.add_argument("--runs", metavar="FILE", type=pathlib.Path, required=True)
     parser.add_argument("--predictions", metavar="FOLDER", type=pathlib.Path, required=True)
     tune.add_choice(parser)
+    parser.add_argument("--times", action="store_true")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--against", default="cross + FM", metavar="FORM")
     options = parser.parse_args()
@@ -108,7 +131,10 @@ def main() -> None:
         report(runs, options.predictions, forms, options.split, options.against)
     else:
         for form in tune.choice(options):
-            run(runs, options.predictions, form, options.split)
+            if options.times:
+                time(runs, form, options.split)
+            else:
+                run(runs, options.predictions, form, options.split)
 
 
 if __name__ == "__main__":

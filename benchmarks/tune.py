@@ -99,7 +99,7 @@ def boosting(setting: Setting, split: str, seed: int, scored: str) -> tuple[dict
         return whole[:, :-1], whole[:, -1]
 
     given = {name: json.loads(value) for name, value in (text.split("=") for text in setting.sets)}
-    model = HistGradientBoostingClassifier(random_state=seed, early_stopping=False, **given)
+    model = HistGradientBoostingClassifier(random_state=seed, early_stopping=False, **given)  # pyright: ignore[reportArgumentType]
     model.fit(*table("train"))
     x, y = table(scored)
     p = model.predict_proba(x)[:, 1]
