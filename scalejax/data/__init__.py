@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from scalejax.data.click_logs.criteo import CriteoData as CriteoData
     from scalejax.data.click_logs.criteo_multi_hot import CriteoMultiHotData as CriteoMultiHotData
     from scalejax.data.click_logs.criteo_terabyte import CriteoTerabyteData as CriteoTerabyteData
+    from scalejax.data.click_logs.flights import ByDate as ByDate
     from scalejax.data.click_logs.flights import FlightsData as FlightsData
     from scalejax.data.click_logs.movielens import MovielensData as MovielensData
     from scalejax.data.examples.batch import ClickBatch as ClickBatch
@@ -66,6 +67,7 @@ _HOMES = {
     "AvazuData": "click_logs.avazu",
     "ClickBatch": "examples.batch",
     "BatchedDataSet": "examples.dataset",
+    "ByDate": "click_logs.flights",
     "ByPosition": "splits",
     "ByTime": "splits",
     "ByteTokenizer": "text.tokenizer",

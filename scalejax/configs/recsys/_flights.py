@@ -11,10 +11,10 @@ from typing import Literal
 
 from scalejax import optim
 from scalejax.configs.recsys import _common
-from scalejax.data import FlightsData
+from scalejax.data import ByDate, FlightsData
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.towers import Partition
-from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Tables
+from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Phase, Tables
 from scalejax.train.protocols import ModelConfig
 
 SCHEDULE_WARMUP = 0.05
@@ -58,6 +58,41 @@ def with_day(model: ModelConfig, l2: float = 1e-4) -> Experiment:
 def by_time(model: ModelConfig, order: Literal["shuffled", "time"] = "shuffled", l2: float = 1e-4) -> Experiment:
     """Trained on January to October, tested on December."""
     return experiment(model, FlightsData(number_bins=64, split="time", order=order), l2)
+
+
+OFFLINE = ByDate()
+"""January to June, scored on July."""
+OFFLINE_STEPS = 312
+_RECURRING = ByDate(
+    train=("2013-07-01", "2013-10-31"),
+    validation=("2013-11-01", "2013-11-30"),
+    numbers=OFFLINE.train,
+)
+_RECURRING_BATCH, _RECURRING_STEPS = 512, 220
+
+
+def offline(model: ModelConfig, steps: int = OFFLINE_STEPS) -> Experiment:
+    """Two epochs of January to June, scored on July: what `day_by_day` follows."""
+    whole = experiment(model, FlightsData(number_bins=64, split=OFFLINE))
+    return dataclasses.replace(whole, steps=steps, evaluation=dataclasses.replace(whole.evaluation, every=0))
+
+
+def day_by_day(offline: Experiment, steps: int = _RECURRING_STEPS) -> Experiment:
+    """A run that goes on from July to October, each day of which is scored before it is trained, once, at low rates.
+
+    Its optimizer begins anew, with rates that stay. It is scored on November and December, of which it trains nothing.
+    """
+    data, optimizer = offline.data, offline.optimizer
+    assert isinstance(data, FlightsData)
+    recurring = dataclasses.replace(data, split=_RECURRING, order="time", batch_size=_RECURRING_BATCH)
+    constant = dataclasses.replace(optimizer, learning_rate=optim.Constant(value=1e-3))  # pyright: ignore[reportArgumentType]
+    changes = {
+        "data": recurring,
+        "optimizer": constant,
+        "tables.schedule": optim.Constant(value=0.1),
+        "evaluation.validation": "progressive",
+    }
+    return dataclasses.replace(offline, phases=(*offline.phases, Phase(name="recurring", steps=steps, changes=changes)))
 
 
 def smoke(model: ModelConfig) -> Experiment:

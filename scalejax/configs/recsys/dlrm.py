@@ -46,6 +46,17 @@ def flights_alternate() -> Experiment:
     return alternate(flights(), ((64, 1.0), (160, 0.5), (64, 1.0), (128, 0.5), (96, 1.0)), multiple=8)
 
 
+def flights_recurring() -> Experiment:
+    """DLRM on January to June, then day by day to October: each day is scored before it is trained."""
+    return _flights.day_by_day(_flights.offline(_MODEL))
+
+
+def flights_recurring_alternate() -> Experiment:
+    """The same, but that it shrinks to half of its hidden units twice while it is trained on January to June."""
+    schedule = ((40, 1.0), (96, 0.5), (40, 1.0), (80, 0.5), (56, 1.0))
+    return _flights.day_by_day(alternate(_flights.offline(_MODEL), schedule, multiple=8))
+
+
 def movielens() -> Experiment:
     """DLRM on MovieLens 100K, test AUC 0.775 ± 0.002.
 

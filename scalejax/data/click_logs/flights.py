@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import importlib.resources
+import itertools
 import pathlib
 from typing import Literal
 
@@ -31,6 +32,67 @@ FEATURES = {
 }
 NUMBERS = ("distance", "wx_temp", "wx_humid", "wx_wind_speed", "wx_precip", "wx_pressure", "wx_visib")
 DAYS = 365
+_FIRST = datetime.date(2013, 1, 1)
+
+DateRange = tuple[str, str]
+"""First and last day of a range, both of it, such as ("2013-01-01", "2013-06-30")."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByDate:
+    """Splits of the flights by ranges of days: a model is trained on some and scored on later ones.
+
+    Days that no range names are in no split. A run in phases trains on one range after another; numbers are then
+    standardised and binned on the same days in all of them, or the model would meet other inputs.
+
+    Attributes:
+      train: Days of the training split.
+      validation: Of the validation split; by default the month that follows.
+      test: Of the test split.
+      numbers: Days on which numbers are standardised and binned; None = those of the training split.
+    """
+
+    train: DateRange = ("2013-01-01", "2013-06-30")
+    validation: DateRange = ("2013-07-01", "2013-07-31")
+    test: DateRange = ("2013-12-01", "2013-12-31")
+    numbers: DateRange | None = None
+
+    def __post_init__(self) -> None:
+        found = {split: _days(f"split.{split}", getattr(self, split)) for split in SPLITS}
+        if self.numbers is not None:
+            _days("split.numbers", self.numbers)
+        for one, other in itertools.combinations(SPLITS, 2):
+            if found[one].start < found[other].stop and found[other].start < found[one].stop:
+                raise UserError(
+                    f"ByDate: split.{one}={','.join(getattr(self, one))} and split.{other}="
+                    f"{','.join(getattr(self, other))} have days in common. Give each split days of its own."
+                )
+
+    def assign(self, day: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows of each split by the day of the year, int[N] from 0 on."""
+        return {split: self._rows(day, split, getattr(self, split)) for split in SPLITS}
+
+    def fitted(self, day: np.ndarray) -> np.ndarray:
+        """Rows on which numbers are standardised and binned."""
+        return self._rows(day, "numbers", self.numbers or self.train)
+
+    def _rows(self, day: np.ndarray, name: str, days: DateRange) -> np.ndarray:
+        found = _days(f"split.{name}", days)
+        return np.flatnonzero((day >= found.start) & (day < found.stop))
+
+
+def _days(name: str, dates: DateRange) -> range:
+    """Days of the year of a range of dates, from 0 on."""
+    try:
+        first, last = ((datetime.date.fromisoformat(text) - _FIRST).days for text in dates)
+    except ValueError:
+        first, last = 0, -1
+    if not 0 <= first <= last < DAYS:
+        raise UserError(
+            f"ByDate: {name} must be the first and the last day of a range in 2013, such as 2013-01-01,2013-06-30; got "
+            f"{','.join(map(str, dates))}."
+        )
+    return range(first, last + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +106,9 @@ class FlightsData:
       path: A file with the same columns; None = the bundled one.
       split: "random" = 80/10/10 by `numpy.random.RandomState(0).permutation` over the flights in the order of their
         source, the split behind published reference numbers. "time" = train on January to October, validate on
-        November, test on December.
+        November, test on December. A `ByDate` = by ranges of days.
       calendar_day: "include" adds the day of the year as a feature. Under the random split it tells the model how bad
-        a day was; under the time split it is refused, since no day of the test split is ever trained.
+        a day was; under the time split it is refused, as under a `ByDate`, since no day of the test split is ever trained.
       order: "shuffled" = a new permutation every epoch; "time" = by day, which progressive validation needs.
       number_bins: Also give each number as a categorical feature `<name>_bin` of this many bins, which hold equally
         many training examples, and one more for a missing value; 0 = off. The numbers stay as they are. Nothing is
@@ -60,7 +122,7 @@ class FlightsData:
     """
 
     path: str | None = None
-    split: Literal["random", "time"] = "random"
+    split: Literal["random", "time"] | ByDate = "random"
     calendar_day: Literal["omit", "include"] = "omit"
     order: Order = "shuffled"
     number_bins: int = 0
@@ -84,16 +146,22 @@ class FlightsData:
         Raises:
           UserError: the file is missing or damaged, or the fields contradict one another.
         """
-        if self.split == "time" and self.calendar_day == "include":
+        if self.split != "random" and self.calendar_day == "include":
+            by = type(self.split).__name__ if isinstance(self.split, ByDate) else f'"{self.split}"'
             raise UserError(
-                'data.calendar_day="include" does not go with data.split="time": the days of the test split are never '
+                f'data.calendar_day="include" does not go with data.split={by}: the days of the test split are never '
                 'trained. Set data.calendar_day="omit", or data.split="random".'
             )
         columns, where = self._read(dataclasses.replace(self, number_bins=0).schema())
-        split = _split(array_of(columns, "month"), self.split)
+        if isinstance(self.split, ByDate):
+            day = array_of(columns, "calendar_day")
+            split, fitted = self.split.assign(day), self.split.fitted(day)
+        else:
+            split = _split(array_of(columns, "month"), self.split)
+            fitted = split["train"]
         if self.number_bins:
             for name in NUMBERS:
-                columns[_bin_of(name)] = quantile_bins(array_of(columns, name), split["train"], self.number_bins)
+                columns[_bin_of(name)] = quantile_bins(array_of(columns, name), fitted, self.number_bins)
         return from_columns(
             columns,
             self.schema(),
@@ -102,11 +170,12 @@ class FlightsData:
             order=self.order,
             seed=self.seed,
             time="calendar_day",
-            day_name=lambda day: str(datetime.date(2013, 1, 1) + datetime.timedelta(days=day)),
+            day_name=lambda day: str(_FIRST + datetime.timedelta(days=day)),
             log_shift={"wx_precip": 0.01},
             nan=self.nan,
             threads=self.threads,
             where=where,
+            fitted=fitted,
         )
 
     def _read(self, schema: Schema) -> tuple[dict[str, np.ndarray | Ragged], str]:

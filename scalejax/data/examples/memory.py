@@ -43,6 +43,7 @@ def from_columns(
     threads: int = 2,
     where: str = "columns",
     shared: SharedLists | None = None,
+    fitted: np.ndarray | None = None,
 ) -> BatchedDataSet:
     """Packs columns into records and shuffles them fully.
 
@@ -65,6 +66,7 @@ def from_columns(
       where: Where the columns come from, for messages.
       shared: Lists of groups of features with each row of lists once, in place of their columns; batches are then
         `DedupBatch`es.
+      fitted: Rows on which numbers are standardised; None = those of the training split.
     Raises:
       UserError: a column is missing or holds what it must not.
     """
@@ -99,7 +101,7 @@ def from_columns(
         period = array_of(columns, time)
         splits["train"] = splits["train"][np.argsort(period[splits["train"]], kind="stable")]
         days = day_ranges(period[splits["train"]].astype(np.int64), day_name)
-    chunk = [(columns, splits["train"], where)]
+    chunk = [(columns, splits["train"] if fitted is None else fitted, where)]
     transform = fit_dense_transform(chunk, schema.dense, log_shift=log_shift or {}, nan=nan, scaling=scaling)
     rows = encode(columns, layout, transform, where=where, shared=shared)
     examples_ = TableExamples(

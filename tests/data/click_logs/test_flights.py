@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import scalejax.data.bundled
-from scalejax.data import FlightsData
+from scalejax.data import ByDate, FlightsData
 from scalejax.data.click_logs.flights import DAYS, FEATURES, NUMBERS
 from scalejax.errors import UserError
 
@@ -149,3 +149,59 @@ def test_bins_leave_the_other_columns_alone() -> None:
 def test_one_bin_is_refused() -> None:
     with pytest.raises(UserError, match=r"number_bins must be 0 \(off\) or at least 2; got 1"):
         FlightsData(number_bins=1).build()
+
+
+JULY = ByDate(train=("2013-07-01", "2013-07-31"), validation=("2013-08-01", "2013-08-02"), numbers=ByDate().train)
+
+
+def test_splits_by_date_hold_their_days() -> None:
+    data = FlightsData(split=JULY, order="time", batch_size=2048).build()
+    days = data.days()
+    assert [days[0][0], days[-1][0], len(days)] == ["2013-07-01", "2013-07-31", 31]
+    table = pq.read_table(BUNDLED / "flights.parquet", columns=["calendar_day", "late"])
+    day = np.datetime64("2013-01-01") + table["calendar_day"].to_numpy().astype(int)
+    for split, (first, last) in {"train": JULY.train, "validation": JULY.validation, "test": JULY.test}.items():
+        inside = (day >= np.datetime64(first)) & (day <= np.datetime64(last))
+        batches = whole(data, split)
+        assert data.num_examples(split) == inside.sum() > 0
+        assert sum(b.labels[b.weights > 0].sum() for b in batches) == table["late"].to_numpy()[inside].sum()
+
+
+def test_numbers_of_a_range_of_days_are_those_of_the_days_before() -> None:
+    """A model that goes on with July finds there what it has learnt of the numbers of January to June."""
+    before, after = (
+        next(FlightsData(split=split, order="time", number_bins=16, batch_size=512).build().train_batches())
+        for split in (ByDate(train=JULY.train, validation=JULY.validation), JULY)
+    )
+    together = ByDate(train=("2013-01-01", "2013-06-30"), validation=("2013-07-01", "2013-07-31"))
+    held = next(FlightsData(split=together, number_bins=16, batch_size=512).build().eval_batches("validation"))
+    np.testing.assert_array_equal(after.dense, held.dense)
+    for name in ("wx_temp_bin", "distance_bin"):
+        np.testing.assert_array_equal(after.features[name].values, held.features[name].values)
+        assert (after.features[name].values != before.features[name].values).any()
+    assert np.abs(after.dense - before.dense).max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("days", "message"),
+    [
+        (
+            {"train": ("2013-01-01", "2013-07-02")},
+            r"split\.train=2013-01-01,2013-07-02 and split\.validation=.* common",
+        ),
+        ({"test": ("2013-12-31", "2013-12-01")}, r"split\.test must be the first and the last day .* got 2013-12-31,"),
+        ({"test": ("2014-01-01", "2014-01-31")}, r"split\.test must be the first and the last day of a range in 2013"),
+        (
+            {"numbers": ("January", "June")},
+            r"split\.numbers must be .* such as 2013-01-01,2013-06-30; got January,June",
+        ),
+    ],
+)
+def test_ranges_of_days_that_cannot_be_are_refused(days: dict[str, tuple[str, str]], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ByDate(**days)
+
+
+def test_calendar_day_is_refused_under_a_split_by_date() -> None:
+    with pytest.raises(UserError, match=r'calendar_day="include" does not go with data\.split=ByDate.*never'):
+        FlightsData(split=ByDate(), calendar_day="include").build()
