@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import datetime
 import inspect
-import itertools
 import pathlib
 import time
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ from scalejax.train.metrics.protocol import Described, Metric
 from scalejax.train.preemption import Preemption
 from scalejax.train.protocols import DataSet
 from scalejax.train.reports import progress as progresses
-from scalejax.train.reports import report
+from scalejax.train.reports import report, summary
 from scalejax.train.reports.events import EventWriter
 from scalejax.train.reports.records import Records
 from scalejax.train.reports.timing import StepTimer
@@ -119,13 +118,11 @@ def train(
             progress.begin(experiment.total_steps, start or 0),
         ):
             records = Records(checkpoints, events, timer, progress)
-            spent: list[dict[str, Any]] = [timer.totals()]
             run.attach(records)
             if start is not None and unscored and run.scores_at(start):
                 with timer.phase("evaluation"):
                     host = run.evaluate(state, host, start, saved=True)
             state, host = _steps(run, records, state, host, start or 0, preemption)
-            spent.append({"phase": run.phase.name, **timer.totals()})
             for following in later:
                 # Otherwise the states of two phases would be in memory at once.
                 del state
@@ -135,25 +132,21 @@ def train(
                     state, host = _state_of(run, runs, checkpoints, run.phase.start, console)
                 run.attach(records)
                 state, host = _steps(run, records, state, host, run.phase.start, preemption)
-                spent.append({"phase": run.phase.name, **timer.totals()})
             closing = run.close(state, host)
-            if len(runs) > 1:
-                closing["phases"] = [_difference(*two) for two in itertools.pairwise(spent)]
             closing |= _what_ran(run, recipe, environment)
             if damaged := checkpoints.damaged():
                 closing["damaged_checkpoints"] = ", ".join(damaged)
             if distributed.is_primary():
+                if len(runs) > 1:
+                    splits = {r.phase.name: r.experiment.evaluation.split for r in runs}
+                    files = report.read_run(folder.path)
+                    closing["phases"] = summary.of_phases(splits, files.windows, files.evaluations, files.timing)
                 folder.write_summary(closing)
                 files = report.read_run(folder.path)
                 report.write(files)
                 for svg, name, _ in files.predictions:
                     events.picture(int(state.step), name, svg)
     return closing | {"run_folder": str(folder.path)}
-
-
-def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What a phase took, of what all had taken before and after it."""
-    return {name: x if name == "phase" else x - before.get(name, 0) for name, x in after.items()}
 
 
 def _trackers(experiment: Experiment) -> list[Tracker]:
@@ -300,7 +293,7 @@ def _steps(
                     # Waited for, so that the first execution counts as compiling and in no step time.
                     loss.block_until_ready()
             timer.step_done(examples=examples, output=loss, amounts=feed.amounts)
-            host = host.after(examples)
+            host = host.after(examples, feed.amounts.get("flops", 0.0))
             last = step == stop
             if last or step % experiment.log_every == 0:
                 state, host, window = run.log(state, host, step)

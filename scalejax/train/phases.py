@@ -39,6 +39,7 @@ class ResolvedPhase:
       scores_from: Step from which scores can be compared: of one model, on the same data.
       surgery: What makes the model of this phase.
       pinned: Steps whose checkpoints this phase or a later one reads at its beginning, which are kept until its end.
+      among: How many phases the run has.
       schedule: All phases of a run whose surgeries keep its optimizer, as a text; it goes on with no other. "" = none.
     """
 
@@ -50,6 +51,7 @@ class ResolvedPhase:
     scores_from: int
     surgery: Surgery | None = None
     pinned: frozenset[int] = frozenset()
+    among: int = 1
     schedule: str = ""
 
     @property
@@ -100,6 +102,7 @@ def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
             phase,
             experiment=dataclasses.replace(phase.experiment, steps=ends[phase.optimizer_from] - phase.optimizer_from),
             pinned=frozenset(step for later in stateful if later >= number for step in _read_by(found, later)),
+            among=len(found),
             schedule=schedule if stateful else "",
         )
         for number, phase in enumerate(found)

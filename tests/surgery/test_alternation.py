@@ -196,9 +196,16 @@ def test_the_summary_says_what_each_phase_took(whole):
     assert each[1] < each[0] == each[2]
     assert [p["flops"] for p in found] == [p["steps"] * flops for p, flops in zip(found, each, strict=True)]
     assert all(p["train_s"] > 0 and p["compile_s"] > 0 for p in found)
-    report = (folder / "report.html").read_text()
-    assert "phases, as the last process ran them" in report
     assert json.loads((folder / "summary.json").read_text())["phases"] == found
+    lines, times = (read_lines(folder / f"{name}.jsonl") for name in ("metrics", "timing"))
+    steps = [name for p in found for name in [p["phase"]] * p["steps"]]
+    assert [line["phase"] for line in lines if line["kind"] == "window"] == [t["phase"] for t in times] == steps
+    counted = [line["flops_seen"] for line in lines if line["kind"] == "window"]
+    assert counted == list(itertools.accumulate(each[[p["phase"] for p in found].index(name)] for name in steps))
+    scores = [line["ne"] for line in lines if line["kind"] == "evaluation" and line["split"] == "validation"]
+    assert [p["val_ne"] for p in found] == scores
+    report = (folder / "report.html").read_text()
+    assert all(f"{score:.4f}" in report for score in scores)
 
 
 @pytest.mark.slow
@@ -215,6 +222,10 @@ def test_a_run_that_is_killed_in_any_phase_goes_on_to_the_same_bits(step, growth
             np.testing.assert_array_equal(two[name], array, err_msg=name)
     lines = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")]
     assert lines[0] == lines[1]
+    parts = [json.loads((tmp_path / name / "summary.json").read_text())["phases"] for name in ("whole", "killed")]
+    assert all(p["train_s"] > 0 and p["compile_s"] > 0 for p in parts[1])
+    one, two = ([{k: x for k, x in p.items() if not k.endswith("_s")} for p in found] for found in parts)
+    assert one == two
 
 
 @pytest.mark.slow

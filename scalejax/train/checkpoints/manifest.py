@@ -74,6 +74,7 @@ class HostRecord(TypedDict, total=False):
     examples: int
     data_from: int
     weight: float
+    flops: float
     lifetime: dict[str, list[ArrayLike]]
     progressive: dict[str, list[ArrayLike]]
     best: BestRecord

@@ -199,17 +199,25 @@ def _results(run: RunFiles) -> Iterator[str]:
         yield page.card("work, speed and memory", page.table([], [[name, (value, "n")] for name, value in speed]))
     parts: Any = run.summary.get("phases")
     if parts:
-        head = ["phase", ("steps", "n"), ("TFLOP", "n"), ("training", "n"), ("compilation", "n")]
+        scored = [
+            (f"{split}, {_titled(value)}", f"{start}_{value.name}")
+            for start, split in summaries.SPLITS.items()
+            for value in run.described.values
+            if value.shown == "table and curve" and any(f"{start}_{value.name}" in part for part in parts)
+        ]
+        titles = ("steps", "TFLOP", "training", "compilation", *(title for title, _ in scored))
+        head = ["phase", *((title, "n") for title in titles)]
         rows = [
             [
                 part["phase"] or "first",
                 (f"{part['steps']:,}", "n"),
                 (f"{part['flops'] / 1e12:.4g}" if "flops" in part else "", "n"),
                 *((summaries.duration(part[name]) or "", "n") for name in ("train_s", "compile_s")),
+                *((summaries.number(part[key]) if key in part else "", "n") for _, key in scored),
             ]
             for part in parts
         ]
-        yield page.card("phases, as the last process ran them", page.table(head, rows))
+        yield page.card("phases", page.table(head, rows))
 
 
 def _curves(run: RunFiles) -> Iterator[str]:

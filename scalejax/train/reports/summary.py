@@ -5,8 +5,7 @@
     steps, examples                                   how much was trained
     weight                                            sum of weights; of a language model the targets it learnt from
     samples_per_s, step_p50_s, step_p95_s, data_wait_share, compile_s, wall_s, ...      see `timing.StepTimer.summary`
-    phases                                            of a run in phases: steps, train_s, compile_s, samples and flops
-                                                      of each, as far as this process ran it
+    phases                                            of a run in phases what each took and scored, see `of_phases`
     peak_rss_bytes, peak_device_bytes                 see `timing.peak_memory`
     tokens_per_s, tokens_per_s_per_device, tflops_per_s_per_device, mfu     of a language model, see `run`
     <split>_<metric>                                  quality; split is train, val, test or progressive
@@ -26,7 +25,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scalejax.train.metrics.classification import Accuracy, MeanAuc
 from scalejax.train.metrics.click import ClickQuality
@@ -36,7 +35,8 @@ from scalejax.train.metrics.protocol import Described, Metric, Value
 Measured = TypeVar("Measured")
 
 _PREFIXES = {"validation": "val"}
-_SPLITS = {"test": "test", "val": "validation", "progressive": "progressive", "train": "train"}
+SPLITS = {"test": "test", "val": "validation", "progressive": "progressive", "train": "train"}
+"""What the keys of a split begin with -> the split, in the order of a summary."""
 
 
 def prefix(split: str) -> str:
@@ -47,6 +47,40 @@ def prefix(split: str) -> str:
 def of_evaluation(split: str, values: Mapping[str, Measured]) -> dict[str, Measured]:
     """The metrics of one evaluation, or its tables, as fields of the summary."""
     return {f"{prefix(split)}_{name}": value for name, value in values.items()}
+
+
+def of_phases(
+    splits: Mapping[str, str],
+    windows: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    timing: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """What each phase of a run took, and its scores at its end, by the lines of its records.
+
+    So that it holds for a run of several processes in turn, too: steps, samples and flops are those of the run, and
+    seconds (train_s without compilation and evaluation, compile_s) are those of all windows that there are.
+
+    Args:
+      splits: Name of a phase -> the split that it is scored on.
+      windows: Of `metrics.jsonl`.
+      evaluations: Of `metrics.jsonl`.
+      timing: Of `timing.jsonl`.
+    """
+    found, before = [], {}
+    for phase, split in splits.items():
+        own = [record for record in windows if record.get("phase") == phase]
+        if not own:  # the run ended before it, or its records are older than such lines
+            continue
+        last, times = own[-1], [record for record in timing if record.get("phase") == phase]
+        counted = {"steps": "step", "samples": "examples_seen", "flops": "flops_seen"}
+        taken = {name: last[key] - before.get(key, 0) for name, key in counted.items() if key in last}
+        seconds = {"train_s": "wall_s", "compile_s": "compile_s"}
+        taken |= {name: sum(record[key] or 0.0 for record in times) for name, key in seconds.items()}
+        at_end = [r for r in evaluations if (r["step"], r["split"]) == (last["step"], split)]
+        values = {name: x for r in at_end for name, x in r.items() if name not in ("kind", "step", "split")}
+        found.append({"phase": phase, **taken, **of_evaluation(split, values)})
+        before = last
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +115,9 @@ def quality(summary: Mapping[str, object], described: Described | None = None) -
       summary: The content of `summary.json`.
       described: What the run measures; None = what its keys show, as for run folders without `measures.json`.
     """
-    described = described or known([summary], prefixes=tuple(f"{start}_" for start in _SPLITS))
+    described = described or known([summary], prefixes=tuple(f"{start}_" for start in SPLITS))
     sections = []
-    for start, split in _SPLITS.items():
+    for start, split in SPLITS.items():
         for ending in endings(described):
             values = [value for value in described.values if _ending(value) == ending]
             rows = [row for value in values if (row := _row(summary, start, value)) is not None]

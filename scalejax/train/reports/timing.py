@@ -156,17 +156,6 @@ class StepTimer:
             "wall_s": wall,
         }
 
-    def totals(self) -> dict[str, float]:
-        """What the whole run took so far: steps, train_s (compile and evaluation taken out), compile_s, and amounts."""
-        self._drain()
-        names = self._amounts[0] if self._amounts else ()
-        return {
-            "steps": len(self._durations),
-            "train_s": self._clock() - self._start - sum(self._phases[name] for name in _APART),
-            "compile_s": self._phases["compile"],
-            **{name: sum(found.get(name, 0.0) for found in self._amounts) for name in names},
-        }
-
     def _book(self, name: Phase, seconds: float) -> None:
         self._phases[name] += seconds
         self._window_phases[name] += seconds

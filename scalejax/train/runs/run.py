@@ -453,9 +453,13 @@ class Run:
             values |= {"skipped": int(steps.skipped), "loss_scale": float(state.loss_scale.scale)}
         rate = float(np.asarray(self.learning_rate(taken)))
         record = {"examples_seen": host.examples, "weight_seen": host.weight, "learning_rate": rate}
-        self.records.events.window(step, record | values | counted | lifetime)
+        phase: dict[str, str] = {}
+        if self.phase.among > 1:
+            phase = {"phase": self.phase.name}
+            record |= {"flops_seen": host.flops} if host.flops else {}
+        self.records.events.window(step, phase | record | values | counted | lifetime)
         timing = self._speed(self.records.timer.window())
-        self.records.events.timing(step, timing)
+        self.records.events.timing(step, phase | timing)
         return state, host, self._shown(values, timing, rate)
 
     def _summed(self, host: HostState, window: Mapping[str, object]) -> dict[str, object]:

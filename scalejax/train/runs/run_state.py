@@ -54,6 +54,7 @@ class HostState:
       examples: Global example counter.
       data_from: Its value when the training stream of these data began.
       weight: Sum of the weights of all examples so far; of a language model the targets that it has learnt from.
+      flops: Of the steps so far, as the model counts them.
       lifetime: Sums of the metrics that have values for the whole run, over all windows so far.
       progressive: The same over all days scored so far, before they were trained.
       best: The best evaluation so far.
@@ -62,6 +63,7 @@ class HostState:
     examples: int = 0
     data_from: int = 0
     weight: float = 0.0
+    flops: float = 0.0
     lifetime: Mapping[str, object] = dataclasses.field(default_factory=dict)
     progressive: Mapping[str, object] = dataclasses.field(default_factory=dict)
     best: Best = Best()
@@ -71,9 +73,9 @@ class HostState:
         """In the training stream."""
         return self.examples - self.data_from
 
-    def after(self, examples: int) -> "HostState":
+    def after(self, examples: int, flops: float = 0.0) -> "HostState":
         """One step later."""
-        return dataclasses.replace(self, examples=self.examples + examples)
+        return dataclasses.replace(self, examples=self.examples + examples, flops=self.flops + flops)
 
     def to_dict(self) -> HostRecord:
         """As JSON values, exactly."""
@@ -81,6 +83,7 @@ class HostState:
             "examples": self.examples,
             "data_from": self.data_from,
             "weight": self.weight,
+            "flops": self.flops,
             "lifetime": {name: metric_sums.to_json(sums) for name, sums in self.lifetime.items()},
             "progressive": {name: metric_sums.to_json(sums) for name, sums in self.progressive.items()},
             "best": {"step": self.best.step, "value": self.best.value, "final": self.best.final},
@@ -93,8 +96,15 @@ class HostState:
             {name: metric_sums.from_json(sums, like[name]) for name, sums in values[key].items()}
             for key in ("lifetime", "progressive")
         )
-        best, data_from = Best(**values["best"]), int(values.get("data_from", 0))
-        return cls(int(values["examples"]), data_from, float(values["weight"]), lifetime, progressive, best)
+        return cls(
+            examples=int(values["examples"]),
+            data_from=int(values.get("data_from", 0)),
+            weight=float(values["weight"]),
+            flops=float(values.get("flops", 0.0)),
+            lifetime=lifetime,
+            progressive=progressive,
+            best=Best(**values["best"]),
+        )
 
 
 def placed(arrays: Mapping[str, AnyArray], like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
