@@ -33,6 +33,7 @@ fi
 "$python" -m pip install hatchling hatch-vcs
 "$python" -m pip install --no-deps --no-build-isolation "git+https://github.com/microsoft/microxcaling@7bc4195"
 "$python" -m pip install --constraint "$constraints" torch_geometric==2.8.1
+"$python" -m pip install --constraint "$constraints" torch-pruning==1.6.1
 
 "$python" - <<'CHECK'
 import torch

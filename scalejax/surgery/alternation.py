@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalejax.errors import UserError, check_at_least
-from scalejax.surgery.units import Growth, ResizeUnits
+from scalejax.surgery.units import Growth, ResizeUnits, Score
 from scalejax.train.experiment import Experiment, Phase
 
 
@@ -68,7 +68,12 @@ def _narrowed(value: Any, share: float, multiple: int, where: str) -> tuple[Any,
 
 
 def alternate(
-    experiment: Experiment, schedule: Sequence[tuple[int, float]], *, multiple: int = 1, growth: Growth = "zero"
+    experiment: Experiment,
+    schedule: Sequence[tuple[int, float]],
+    *,
+    multiple: int = 1,
+    growth: Growth = "zero",
+    score: Score = "norm",
 ) -> Experiment:
     """The experiment in phases of which each has a share of the hidden units of its model.
 
@@ -76,7 +81,7 @@ def alternate(
       experiment: Of the whole model; its steps are those of the schedule instead.
       schedule: (steps, share of the units) of each phase; the first and the last are whole.
       multiple: Widths of cut layers are rounded up to it: 128 on TPU, 8 or 16 for tensor cores of GPUs.
-      growth: See `ResizeUnits`.
+      growth, score: See `ResizeUnits`.
 
     Raises:
       UserError: the schedule does not begin or end with the whole model, or `narrowed` refuses.
@@ -89,6 +94,8 @@ def alternate(
             "alternate: a schedule begins and ends with the whole model, a share of 1, so that what goes on to learn "
             f"from new data has all of its units; got the shares {shares}. Add a last phase with the share 1."
         )
+    optimizer: Any = experiment.optimizer
+    surgery = ResizeUnits(growth=growth, score=score, b2=getattr(optimizer, "b2", ResizeUnits.b2))
     phases, current = [], experiment.model
     for number, (steps, share) in enumerate(schedule[1:], 1):
         model = narrowed(experiment.model, share, multiple) if share != 1 else experiment.model
@@ -98,11 +105,10 @@ def alternate(
                 name=f"{number}-{'same' if same else 'cut' if shrinks else 'grow'}",
                 steps=steps,
                 changes={} if same else {"model": model},
-                surgery=None if same else ResizeUnits(growth=growth),
+                surgery=None if same else surgery,
             )
         )
         current = model
-    optimizer: Any = experiment.optimizer
     if hasattr(optimizer, "counts"):
         optimizer = dataclasses.replace(optimizer, counts="each")
     return dataclasses.replace(experiment, steps=schedule[0][0], optimizer=optimizer, phases=tuple(phases))

@@ -5,9 +5,14 @@ also their moments, counts of steps and averages. Nothing else touches it, so th
 those of another: `hidden_layers` finds them in any model whose MLPs are `nn.Mlp`, by the paths of its parameters.
 
     norm score      ||W[:, j]||_2 ||V[j, :]||_2         the same if W[:, j] and b[j] are c times and V[j, :] 1/c times
-    Taylor score    |sum_k V[j, k] dL/dV[j, k]|         to first order, how the loss changes without the unit
+    Taylor score    sum_w w^2 mean((dL/dw)^2)           over the weights w of W[:, j], b[j] and V[j, :]: to first order
+                                                        the squares of what a batch loses without each of them
 
-A layer that shrinks keeps its best units by the norm score, in their order. One that grows keeps all; new units come
+The mean of the Taylor score is that of the optimizer: Adam's second moments, corrected for their bias, so that a phase
+needs no further pass over data. The form is that of P. Molchanov et al., "Importance Estimation for Neural Network
+Pruning", CVPR 2019 (arXiv 1906.10771).
+
+A layer that shrinks keeps its best units by one of the two, in their order. One that grows keeps all; new units come
 after them with weights as at the start and zeros on their way out ("zero": the model computes what it computed), or
 those that were cut come back to their places as they were ("resume").
 
@@ -28,6 +33,7 @@ from scalejax.train.checkpoints.manifest import Shaped
 from scalejax.train.checkpoints.trained import Trained
 
 Growth = Literal["zero", "resume"]
+Score = Literal["norm", "taylor"]
 State = TypeVar("State", bound=Mapping[str, Shaped])
 
 _LINEAR = re.compile(r"(.*\blayers)/(\d+)/(kernel|bias)")
@@ -87,10 +93,19 @@ def norm_scores(params: Mapping[str, AnyArray], layer: HiddenLayer) -> np.ndarra
     return np.linalg.norm(into, axis=0) * np.linalg.norm(out, axis=1)
 
 
-def taylor_scores(params: Mapping[str, AnyArray], gradients: Mapping[str, AnyArray], layer: HiddenLayer) -> np.ndarray:
-    """float64[width]: |sum_k V[j, k] dL/dV[j, k]|, the derivative of the loss by a factor on the unit."""
-    out, slope = (np.asarray(tree[layer.out][...], np.float64) for tree in (params, gradients))
-    return np.abs((out * slope).sum(axis=1))
+def taylor_scores(params: Mapping[str, AnyArray], squares: Mapping[str, AnyArray], layer: HiddenLayer) -> np.ndarray:
+    """float64[width]: sum of w^2 mean((dL/dw)^2) over the weights of a unit.
+
+    Args:
+      params: By path.
+      squares: Means of squares of their derivatives, by path.
+      layer: Whose units.
+    """
+    terms = {
+        path: np.square(np.asarray(params[path][...], np.float64)) * np.asarray(squares[path][...], np.float64)
+        for path in (layer.kernel, layer.bias, layer.out)
+    }
+    return terms[layer.kernel].sum(axis=0) + terms[layer.bias] + terms[layer.out].sum(axis=1)
 
 
 def best(scores: np.ndarray, count: int) -> np.ndarray:
@@ -146,14 +161,21 @@ def _widths(state: Mapping[str, Shaped]) -> dict[str, int]:
     return {layer.name: layer.width for layer in hidden_layers(_params(state))}
 
 
-def _selected(wide: Mapping[str, AnyArray], widths: Mapping[str, int]) -> Kept:
-    """The units that are left of a state where its layers shrink to these widths."""
-    params = {name.removeprefix(_PARAMS): x for name, x in wide.items() if name.startswith(_PARAMS)}
-    return {
-        layer.name: best(norm_scores(params, layer), widths[layer.name])
-        for layer in hidden_layers(params)
-        if widths[layer.name] < layer.width
-    }
+def _second_moments(state: Mapping[str, Shaped]) -> dict[str, str]:
+    """Path of a parameter -> name of Adam's mean of the squares of its derivatives, where there is one."""
+    return {_path(name): name for name in state if re.match(r"optimizer\.(.+\.)?nu\.", name)}
+
+
+def _mean_squares(state: Mapping[str, AnyArray], paths: Sequence[str], b2: float) -> dict[str, np.ndarray]:
+    """Adam's second moments of parameters, corrected for the steps that each number has seen."""
+    names, found = _second_moments(state), {}
+    for path in paths:
+        name = names[path]
+        count = state.get(name.replace(f"nu.{path}", f"count.{path}"), state.get(name.replace(f"nu.{path}", "count")))
+        assert count is not None, name
+        steps = np.maximum(np.asarray(count[...], np.float64), 1)
+        found[path] = np.asarray(state[name][...], np.float64) / (1 - b2**steps)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,12 +184,17 @@ class ResizeUnits:
 
     Attributes:
       growth: What a layer that grows gets: new units, or those that phases before have cut.
+      score: By which a layer that shrinks keeps units. "taylor" reads the second moments of Adam or AdamW.
+      b2: That of the optimizer, for the Taylor score.
     """
 
     growth: Growth = "zero"
+    score: Score = "norm"
+    b2: float = 0.999
 
     def __post_init__(self) -> None:
         check_one_of("ResizeUnits: growth", self.growth, get_args(Growth))
+        check_one_of("ResizeUnits: score", self.score, get_args(Score))
 
     @property
     def reads_history(self) -> bool:
@@ -221,6 +248,13 @@ class ResizeUnits:
                 "surgery.units: the model to be is as wide as the one before in all of its "
                 f"{len(now)} hidden layers. Change a width of the model in this phase, or leave the surgery out."
             )
+        squares = _second_moments(history[-1])
+        missing = [layer.name for layer in hidden_layers(_params(history[-1])) if layer.out not in squares]
+        if self.score == "taylor" and any(now[name] < width for name, width in before.items()) and missing:
+            raise UserError(
+                "surgery.units: score='taylor' reads Adam's second moments of the weights of units, and there are none "
+                f"for {missing[0]!r}. Train it with optimizer=Adam or AdamW in the phase before, or take score='norm'."
+            )
         grows = [layer for layer in hidden_layers(_params(fresh)) if layer.width > before[layer.name]]
         if grows and self.growth == "resume" and not any(self._undone(history, now)):
             raise UserError(
@@ -246,15 +280,29 @@ class ResizeUnits:
         before = _widths(state)
         if any(now[name] > width for name, width in before.items()) and self.growth == "resume":
             for earlier in self._undone(history, now):
-                state = put(state, _selected(earlier, _widths(state)), earlier)
+                state = put(state, self._selected(earlier, _widths(state)), earlier)
             return {name: np.asarray(array[...]) for name, array in state.items()}
-        state = cut(state, _selected(state, {name: min(width, now[name]) for name, width in before.items()}))
+        state = cut(state, self._selected(history[-1], {name: min(n, now[name]) for name, n in before.items()}))
         kept = {name: np.arange(before[name]) for name in now if now[name] > before[name]}
         made = put(state, kept, fresh)
         for name, array in made.items():  # what leaves new units, in parameters and averages; of moments it is zero
             if (layer := _axes(name).get(0)) in kept:
                 array[len(kept[layer]) :] = 0
         return made
+
+    def _selected(self, wide: Mapping[str, AnyArray], widths: Mapping[str, int]) -> Kept:
+        """The units that are left of a state where its layers shrink to these widths."""
+        params = {name.removeprefix(_PARAMS): x for name, x in wide.items() if name.startswith(_PARAMS)}
+        kept = {}
+        for layer in hidden_layers(params):
+            if widths[layer.name] < layer.width:
+                if self.score == "taylor":
+                    squares = _mean_squares(wide, (layer.kernel, layer.bias, layer.out), self.b2)
+                    scores = taylor_scores(params, squares, layer)
+                else:
+                    scores = norm_scores(params, layer)
+                kept[layer.name] = best(scores, widths[layer.name])
+        return kept
 
     def _undone(self, history: Sequence[State], widths: Mapping[str, int]) -> Iterator[State]:
         """The states before each cut, from the newest, back to one of these widths; nothing if there is none."""

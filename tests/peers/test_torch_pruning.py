@@ -3,12 +3,13 @@
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed; benchmarks/peers.sh installs it")
-pruning = pytest.importorskip("torch_pruning", reason="torch-pruning is not installed; benchmarks/peers.sh installs it")
+pytest.importorskip("torch_pruning", reason="torch-pruning is not installed; benchmarks/peers.sh installs it")
 
 import jax
 import numpy as np
 import optax
 import torch
+import torch_pruning as pruning
 from flax import nnx
 
 from scalejax import nn
@@ -59,7 +60,8 @@ def groups(theirs, batch):
 
 SCORES = {
     "norm": pruning.importance.GroupMagnitudeImportance(p=2, group_reduction="prod", normalizer=None),
-    "Taylor": pruning.importance.GroupTaylorImportance(multivariable=True, group_reduction="gate", normalizer=None),
+    # It calls the squares of first-order terms a Hessian, whose diagonal they stand for.
+    "taylor": pruning.importance.GroupHessianImportance(group_reduction="sum", normalizer=None, bias=True),
 }
 
 
@@ -68,10 +70,11 @@ def test_chooses_the_same_units(score):
     shape, params, theirs, batch = both()
     loss = torch.nn.functional.binary_cross_entropy_with_logits
     loss(theirs(*map(torch.from_numpy, batch[:2])), torch.from_numpy(batch[2])).backward()
+    SCORES["taylor"].accumulate_grad(theirs)
     slopes = jax.grad(lambda p: optax.sigmoid_binary_cross_entropy(logits(shape, p, batch), batch[2]).mean())(params)
     own = {
         "norm": lambda layer: units.norm_scores(params, layer) ** 2,
-        "Taylor": lambda layer: units.taylor_scores(params, slopes, layer),
+        "taylor": lambda layer: units.taylor_scores(params, {p: np.square(x) for p, x in slopes.items()}, layer),
     }[score]
     _, found = groups(theirs, batch)
     layers = units.hidden_layers(params)
@@ -86,7 +89,7 @@ def test_chooses_the_same_units(score):
 
 
 def test_what_it_removes_with_a_unit_is_what_we_cut():
-    shape, params, theirs, batch = both()
+    _, params, theirs, batch = both()
     graph, _ = groups(theirs, batch)
     half = narrowed(CONFIG, 0.5)
     kept = {

@@ -150,21 +150,29 @@ def test_the_norm_score_is_the_product_of_norms_and_knows_no_scale_of_a_relu():
     np.testing.assert_allclose(units.norm_scores(other, layer), scores, rtol=1e-6)
 
 
-def test_the_taylor_score_is_the_derivative_of_the_loss_by_a_factor_on_the_unit(x64):
+def test_the_taylor_score_adds_the_squares_of_what_the_loss_changes_by_without_each_weight(x64):
     model = DLRM.build(SCHEMA, nnx.Rngs(0), nn.Dtypes(jnp.float64, jnp.float64))
     shape = ModelShape.of(model)
     params, (embedded, dense, labels) = shape.split(model), batch()
     (layer,) = [layer for layer in units.hidden_layers(params) if layer.name == "top/layers/0"]
 
+    @jax.jit
     def loss(params):
         z = shape.merge(params)(embedded, dense)
         return optax.sigmoid_binary_cross_entropy(z, labels.astype(np.float64)).mean()
 
-    scores = units.taylor_scores(params, jax.grad(loss)(params), layer)
-    for j in range(layer.width):
-        by = [params[layer.out].at[j].multiply(1 + sign * 1e-6) for sign in (1, -1)]
-        slope = (loss({**params, layer.out: by[0]}) - loss({**params, layer.out: by[1]})) / 2e-6
-        np.testing.assert_allclose(scores[j], abs(slope), rtol=1e-5, atol=1e-10)
+    params[layer.bias] = params[layer.bias] + 0.1
+    squares = {path: np.square(slope) for path, slope in jax.grad(loss)(params).items()}
+    scores = units.taylor_scores(params, squares, layer)
+    for j in (0, 5):
+        total = 0.0
+        places = [(layer.bias, (j,))]
+        places += [(layer.kernel, (i, j)) for i in range(params[layer.kernel].shape[0])]
+        places += [(layer.out, (j, k)) for k in range(params[layer.out].shape[1])]
+        for path, index in places:
+            by = [loss({**params, path: params[path].at[index].multiply(1 + sign * 1e-5)}) for sign in (1, -1)]
+            total += float((by[0] - by[1]) / 2e-5) ** 2
+        np.testing.assert_allclose(scores[j], total, rtol=1e-5)
 
 
 def test_the_best_are_kept_in_their_order_and_of_equal_ones_the_first():
@@ -203,9 +211,62 @@ def test_a_cut_takes_the_best_units_with_their_moments_and_counts(halves):
     )
 
 
-def test_a_cut_and_a_growth_that_resumes_are_the_identity(halves):
+@pytest.mark.parametrize("counts", ["each", "one"])
+def test_a_cut_by_the_taylor_score_goes_by_the_mean_of_squared_gradients(counts):
+    """Against Adam's second moments in NumPy, of the gradients of each step."""
+    full, half = HALF["DLRM"]
+    optimizer = dataclasses.replace(EACH, b2=0.9, counts=counts)
+    transformation, params = optimizer.build(10), {p: jnp.asarray(x) for p, x in params_of(full).items()}
+    state, means = transformation.init(params), {path: np.zeros(x.shape) for path, x in params.items()}
+    for step in range(4):
+        data = batch(seed=step)
+
+        def loss(params, data=data):
+            return optax.sigmoid_binary_cross_entropy(logits(full, params, *data[:2]), data[2]).mean()
+
+        for path, slope in jax.grad(loss)(params).items():
+            means[path] = 0.9 * means[path] + 0.1 * np.square(np.asarray(slope, np.float64))
+        params, state = train(full, transformation, params, state, data)
+    wide, narrow = named(params, state), state_of(half, params_of(half), optimizer)
+    surgery = ResizeUnits(score="taylor", b2=0.9)
+    surgery.check([wide], narrow)
+    made, others = (each.operate_state([wide], narrow) for each in (surgery, ResizeUnits()))
+    differ = False
+    for layer in units.hidden_layers(params):
+        terms = {path: np.square(np.asarray(params[path], np.float64)) * means[path] for path in means}
+        score = [
+            terms[layer.kernel][:, j].sum() + terms[layer.bias][j] + terms[layer.out][j].sum()
+            for j in range(layer.width)
+        ]
+        kept = sorted(sorted(range(layer.width), key=lambda j: -score[j])[: layer.width // 2])
+        np.testing.assert_array_equal(made[f"params.{layer.bias}"], wide[f"params.{layer.bias}"][kept])
+        differ |= bool((made[f"params.{layer.bias}"] != others[f"params.{layer.bias}"]).any())
+    assert differ
+
+
+def test_new_units_are_not_cut_because_their_second_moments_are_young():
+    """Of units with equal weights those with the larger mean of squares stay, whatever steps they have seen."""
+    full, half = HALF["DLRM"]
+    wide, narrow = state_of(full, params_of(full), EACH, steps=1), state_of(half, params_of(half), EACH)
+    young = {layer.name: np.arange(layer.width // 2) for layer in units.hidden_layers(params_of(full))}
+    for name in wide:
+        kind, _, path = name.rpartition(".")
+        if kind == "params":
+            wide[name] = np.ones_like(wide[name])
+        if kind == "optimizer.0.nu":
+            is_young = mask({path: wide[name]}, young)[path]
+            steps = np.where(is_young, 2, 500)
+            wide[f"optimizer.0.count.{path}"] = steps.astype(np.int32)
+            wide[name] = (np.where(is_young, 3.0, 1.0) * (1 - 0.999**steps)).astype(np.float32)
+    made = ResizeUnits(score="taylor").operate_state([wide], narrow)
+    for layer in units.hidden_layers(params_of(half)):
+        np.testing.assert_array_equal(made[f"optimizer.0.count.{layer.bias}"], 2)
+
+
+@pytest.mark.parametrize("score", ["norm", "taylor"])
+def test_a_cut_and_a_growth_that_resumes_are_the_identity(score, halves):
     _, _, wide, narrow = halves
-    surgery = ResizeUnits(growth="resume")
+    surgery = ResizeUnits(growth="resume", score=score)
     made = surgery.operate_state([wide], narrow)
     surgery.check([wide, made], wide)
     back = surgery.operate_state([wide, made], wide)
@@ -371,6 +432,14 @@ def test_mistakes_are_named():
         ResizeUnits(growth="resume").operate(trained(half), trained(full))
     with pytest.raises(ValueError, match="ResizeUnits: growth must be one of"):
         ResizeUnits(growth="again")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="ResizeUnits: score must be one of norm, taylor"):
+        ResizeUnits(score="size")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"reads Adam's second moments .* none for .* or take score='norm'"):
+        ResizeUnits(score="taylor").operate(trained(full), trained(half))
+    plain = [state_of(config, params_of(config), optim.Sgd()) for config in (full, half)]
+    with pytest.raises(UserError, match=r"reads Adam's second moments .* Train it with optimizer=Adam or AdamW"):
+        ResizeUnits(score="taylor").check(plain[:1], plain[1])
+    ResizeUnits().check(plain[:1], plain[1])
     one = dataclasses.replace(EACH, counts="one")
     states = [state_of(config, params_of(config), one) for config in (half, full)]
     with pytest.raises(UserError, match=r"counts its steps once .*'bottom/layers/0' .*--set optimizer\.counts=each"):

@@ -108,7 +108,7 @@ class FlightsData:
         source, the split behind published reference numbers. "time" = train on January to October, validate on
         November, test on December. A `ByDate` = by ranges of days.
       calendar_day: "include" adds the day of the year as a feature. Under the random split it tells the model how bad
-        a day was; under the time split it is refused, as under a `ByDate`, since no day of the test split is ever trained.
+        a day was; under the others it is refused, since no day of the test split is ever trained.
       order: "shuffled" = a new permutation every epoch; "time" = by day, which progressive validation needs.
       number_bins: Also give each number as a categorical feature `<name>_bin` of this many bins, which hold equally
         many training examples, and one more for a missing value; 0 = off. The numbers stay as they are. Nothing is
