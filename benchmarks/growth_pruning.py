@@ -1,0 +1,463 @@
+"""What growth and pruning save and what they cost in NE, offline and after a recurring stage, over paired seeds.
+
+python benchmarks/growth_pruning.py --runs FILE --predictions FOLDER                    # all runs of both forms
+python benchmarks/growth_pruning.py --runs FILE --predictions FOLDER --forms flights    # of one
+python benchmarks/growth_pruning.py --runs FILE --predictions FOLDER --report > table.md
+python benchmarks/growth_pruning.py --wall                                              # seconds a step of each width
+
+A run has an offline stage and a recurring one: days in order, each of which is scored before it is trained, once. Six
+ways through the offline stage: dense, alternate (whole, narrow, whole, ...), prune once, small, grow only, and dense
+with as few steps as alternate has FLOPs; the recurring stage has the model with which it ended. "planted": an MLP on
+synthetic logs whose labels hang on products of pairs of numbers, with weights that drift from day to day
+(`PlantedData`). "flights": the DLRM of `dlrm-flights_recurring`, January to June and then July to October.
+
+FILE has a JSON object a line; runs that it holds are not made again, and several processes may append to one file.
+Differences to dense are paired by seed. Their 95 % intervals are of a bootstrap over seeds and examples where FOLDER
+has predictions (of the days after the offline stage, and of the last days of all), and of Student's t over seeds where
+there is only NE (the days of the recurring stage). Settings were chosen with seed 100, on the days after the offline
+stage. CPU seconds are those of the steps: the median of the windows of each phase that compile, save and score nothing,
+times its steps; for them run one process at a time, with XLA_FLAGS=--xla_cpu_multi_thread_eigen=false.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tune
+
+from scalejax import optim
+from scalejax.bench import machine
+from scalejax.configs.recsys import _common, _flights, dlrm
+from scalejax.data import BatchedDataSet, Categorical, Schema, from_columns
+from scalejax.data.examples.memory import Order
+from scalejax.models.recsys.dcnv2 import DcnV2Config
+from scalejax.parallel.embedding.config import RowwiseAdagrad
+from scalejax.parallel.mesh import make_mesh
+from scalejax.surgery.alternation import narrowed
+from scalejax.surgery.units import ResizeUnits
+from scalejax.train import loop, phases
+from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Phase, Tables
+from scalejax.train.metrics import bootstrap, evaluation, exact
+from scalejax.train.run_folder import read_lines
+from scalejax.train.runs import scoring
+from scalejax.train.runs.run import Run
+
+SEEDS = (1, 2, 3, 4, 5)
+TUNING_SEED = 100
+
+Schedule = tuple[tuple[float, float], ...]
+"""(share of the offline steps, share of the hidden units) of each phase."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlantedData:
+    """Synthetic logs: logit = -1 + 2 / sqrt(M) * sum_m c_m(day) x_i(m) x_j(m) + a number of each of two ids.
+
+    The M products are of pairs of standard normal numbers, so that what a model needs is hidden units. Weights drift:
+    c_m(day) = sign_m cos(speed_m * day).
+
+    Attributes:
+      days: First day of the training split and the day after its last.
+      validation, test: Likewise.
+      order: As that of other data.
+      batch_size: Global batch size.
+      seed: Of the order; the logs are the same for all seeds.
+      a_day: Examples of a day.
+      interactions: M.
+      speed: Most that a weight turns in a day, in radians.
+    """
+
+    days: tuple[int, int]
+    validation: tuple[int, int]
+    test: tuple[int, int]
+    order: Order = "shuffled"
+    batch_size: int = 512
+    seed: int = 0
+    a_day: int = 32_768
+    interactions: int = 24
+    speed: float = 0.015
+
+    IDS, NUMBERS, ROWS = 2, 14, 50
+
+    def schema(self) -> Schema:
+        ids = tuple(Categorical(name=f"id{i}", rows=self.ROWS) for i in range(self.IDS))
+        return Schema(categorical=ids, dense=tuple(f"x{i}" for i in range(self.NUMBERS)), labels=("label",))
+
+    def build(self) -> BatchedDataSet:
+        parts, wanted = [], {"train": self.days, "validation": self.validation, "test": self.test}
+        for first, stop in wanted.values():
+            parts += [self._day(day) for day in range(first, stop)]
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        day = columns["day"]
+        rows = {split: np.flatnonzero((day >= first) & (day < stop)) for split, (first, stop) in wanted.items()}
+        return from_columns(
+            columns,
+            self.schema(),
+            batch_size=self.batch_size,
+            split=rows,
+            order=self.order,
+            seed=self.seed,
+            time="day",
+            scaling="none",
+        )
+
+    def _day(self, day: int) -> dict[str, np.ndarray]:
+        world, own = np.random.default_rng(7), np.random.default_rng((7, day))
+        pairs = np.array([world.permutation(self.NUMBERS)[:2] for _ in range(self.interactions)])
+        weights = world.choice([-1, 1], self.interactions) * np.cos(
+            self.speed * world.uniform(0, 1, self.interactions) * day
+        )
+        effects = world.normal(size=(self.IDS, self.ROWS)) / 2
+        ids = own.integers(self.ROWS, size=(self.IDS, self.a_day)).astype(np.int32)
+        numbers = own.normal(size=(self.a_day, self.NUMBERS)).astype(np.float32)
+        logit = numbers[:, pairs].prod(axis=2) @ (2 * weights / math.sqrt(self.interactions)) - 1
+        logit += sum(effects[i][ids[i]] for i in range(self.IDS))
+        columns: dict[str, np.ndarray] = {f"id{i}": ids[i] for i in range(self.IDS)}
+        columns |= {f"x{i}": numbers[:, i] for i in range(self.NUMBERS)}
+        label = own.random(self.a_day) < exact.sigmoid(logit)
+        return columns | {"label": label.astype(np.int8), "day": np.full(self.a_day, day)}
+
+
+def _held(peak: float) -> optim.WarmupCosineAnneal:
+    """A rate that stays at its peak and falls in the last 30 %: what grows late still learns."""
+    return optim.WarmupCosineAnneal(peak=peak, warmup=0.05, final=1.0, anneal=0.3)
+
+
+def _planted() -> Experiment:
+    """The offline stage: 24 days, twice."""
+    return _common.experiment(
+        model=DcnV2Config(dim=32, cross_layers=0, bottom_hidden=(), deep_hidden=(128, 64)),
+        data=PlantedData(days=(0, 24), validation=(24, 26), test=(36, 38)),
+        steps=3072,
+        optimizer=optim.AdamW(learning_rate=_held(4e-3)),
+        tables=Tables(optimizer=RowwiseAdagrad(learning_rate=0.1), schedule=_held(1.0)),
+    )
+
+
+def _planted_days(offline: Experiment) -> Experiment:
+    """Days 24 to 33, scored on the two after and on the last two."""
+    data: Any = offline.data
+    days = dataclasses.replace(data, days=(24, 34), validation=(34, 36), order="time")
+    changes = {
+        "data": days,
+        "optimizer": dataclasses.replace(offline.optimizer, learning_rate=optim.Constant(value=1e-3)),  # pyright: ignore[reportCallIssue]
+        "tables.schedule": optim.Constant(value=0.1),
+        "evaluation.validation": "progressive",
+    }
+    steps = 10 * data.a_day // data.batch_size
+    return dataclasses.replace(offline, phases=(*offline.phases, Phase(name="recurring", steps=steps, changes=changes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A model and its data.
+
+    Attributes:
+      offline: The offline stage of the whole model.
+      recurring: Appends the other stage.
+      schedules: Way through the offline stage -> its phases.
+    """
+
+    offline: Callable[[], Experiment]
+    recurring: Callable[[Experiment], Experiment]
+    schedules: Mapping[str, Schedule]
+
+
+def _ways(share: float, first: float, narrow: float) -> dict[str, Schedule]:
+    """Twice `first` of the steps whole and `narrow` of them with a share of the units, and the rest whole; others."""
+    two = ((first, 1.0), (narrow, share))
+    return {
+        "dense": ((1.0, 1.0),),
+        "alternate": (*two, *two, (round(1 - 2 * first - 2 * narrow, 4), 1.0)),
+        "prune once": ((0.125, 1.0), (0.875, share)),
+        "small": ((1.0, share),),
+        "grow only": ((2 * narrow, share), (1 - 2 * narrow, 1.0)),
+        "dense, fewer steps": ((0.7, 1.0),),
+    }
+
+
+FORMS = {
+    "planted": Form(_planted, _planted_days, _ways(0.25, 0.04, 0.18)),
+    "flights": Form(
+        lambda: _flights.offline(dlrm.flights().model),  # pyright: ignore[reportArgumentType]
+        _flights.day_by_day,
+        _ways(0.25, 0.06, 0.18),
+    ),
+}
+
+
+def in_phases(whole: Experiment, schedule: Schedule) -> Experiment:
+    """The offline stage with the widths of a schedule, which may end narrow."""
+    widths = [whole.model if share == 1 else narrowed(whole.model, share, 8) for _, share in schedule]
+    ends = [round(whole.steps * total) for total in itertools.accumulate(part for part, _ in schedule)]
+    rest = tuple(
+        Phase(
+            name=f"{n}", steps=ends[n] - ends[n - 1], changes={"model": widths[n]}, surgery=ResizeUnits(score="taylor")
+        )
+        for n in range(1, len(schedule))
+    )
+    optimizer: Any = whole.optimizer
+    return dataclasses.replace(
+        whole,
+        model=widths[0],
+        steps=ends[0],
+        phases=rest,
+        optimizer=dataclasses.replace(optimizer, counts="each") if rest else optimizer,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuClock:
+    """A tracker that reads the CPU seconds of the process at the end of every window."""
+
+    readings: list[tuple[int, float]] = dataclasses.field(default_factory=list, compare=False, repr=False)
+
+    def build(self) -> "CpuClock":
+        return self
+
+    def start(self, run: object) -> None:
+        del run
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if any(name.startswith("timing/") for name in values):
+            self.readings.append((step, time.process_time()))
+
+    def picture(self, step: int, name: str, svg: str) -> None:
+        del step, name, svg
+
+    def finish(self) -> None:
+        pass
+
+    def seconds(self, start: int, stop: int) -> float:
+        """Of a step between two: the median over the windows but the first."""
+        own = [reading for reading in self.readings if start < reading[0] <= stop]
+        spans = [(later[1] - before[1]) / (later[0] - before[0]) for before, later in itertools.pairwise(own)]
+        return statistics.median(spans) if spans else math.nan
+
+
+def experiment_of(form: str, way: str, seed: int, schedule: Schedule | None = None) -> Experiment:
+    """Both stages of a run."""
+    whole = FORMS[form].offline()
+    data: Any = whole.data
+    whole = dataclasses.replace(
+        whole,
+        data=dataclasses.replace(data, seed=seed),
+        seed=seed,
+        log_every=16,
+        evaluation=Evaluation(split="validation", final_split="test"),
+        checkpoints=Checkpoints(every=0, every_seconds=0, keep_best=0),
+    )
+    return FORMS[form].recurring(in_phases(whole, schedule or FORMS[form].schedules[way]))
+
+
+def scored_run(experiment: Experiment) -> tuple[dict[str, Any], dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Figures of both stages, and (labels, predictions) at the end of each."""
+    clock = CpuClock()
+    experiment = dataclasses.replace(experiment, trackers=(clock,))
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name) / "run"
+        begun = time.perf_counter()
+        closing = loop.train(experiment, workdir=folder, recipe="growth and pruning")
+        wall = time.perf_counter() - begun
+        *offline, recurring = phases.resolved(experiment)
+        last = evaluation.read_predictions(folder, "test")
+        assert last is not None
+        predictions = {"offline": predictions_at(experiment, folder, recurring.start)}
+        predictions["recurring"] = last.labels[:, 0], last.predictions[:, 0]
+    parts = closing["phases"]
+    steps = {
+        part["phase"]: clock.seconds(p.start, p.stop) for part, p in zip(parts, (*offline, recurring), strict=True)
+    }
+    cpu = {part["phase"]: part["steps"] * steps[part["phase"]] for part in parts}
+    before = parts[:-1]
+    return {
+        "offline_ne": round(before[-1]["val_ne"], 6),
+        "recurring_ne": round(closing["progressive_ne"], 6),
+        "test_ne": round(closing["test_ne"], 6),
+        "offline_gflop": round(sum(part["flops"] for part in before) / 1e9, 3),
+        "recurring_gflop": round(parts[-1]["flops"] / 1e9, 3),
+        "offline_cpu_s": round(sum(cpu[part["phase"]] for part in before), 2),
+        "step_cpu_ms": [round(1e3 * steps[part["phase"]], 2) for part in parts],
+        "steps": [part["steps"] for part in parts],
+        "train_s": [round(part["train_s"], 2) for part in parts],
+        "compile_s": [round(part["compile_s"], 2) for part in parts],
+        "val_ne": [round(part["val_ne"], 6) for part in parts],
+        "wall_s": round(wall, 1),
+    }, predictions
+
+
+def predictions_at(experiment: Experiment, folder: pathlib.Path, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and predictions of the validation split by a checkpoint."""
+    own = phases.experiment_at(experiment, folder, step)
+    run = Run.bind(own, own.data.build(), make_mesh(own.placement.mesh))
+    state, _ = run.open_to_score(folder, step)
+    batches = run.program.task.eval_batches(run.data, run.mesh, "validation")
+    found = scoring.score(run.program, state, batches).collected
+    return found["labels"][:, 0], exact.sigmoid(found["logits"])[:, 0]
+
+
+def key_of(form: str, way: str, seed: int) -> dict[str, Any]:
+    """What a line of the file is found by."""
+    schedule = [list(part) for part in FORMS[form].schedules[way]]
+    return {"form": form, "way": way, "seed": seed, "schedule": schedule}
+
+
+def found_in(runs: tune.Runs, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The line of a run; None = it is not there."""
+    return next((run for run in runs.read() if key.items() <= run.items()), None)
+
+
+def file_of(folder: pathlib.Path, form: str, way: str, seed: int) -> pathlib.Path:
+    """Where the predictions of a run are."""
+    return folder / f"{form}-{way.replace(' ', '_')}-{seed}.npz"
+
+
+def make(runs: tune.Runs, path: pathlib.Path, folder: pathlib.Path, forms: Sequence[str], seeds: Sequence[int]) -> None:
+    """All runs that are not there, seed by seed, so that what there is can be compared at any time."""
+    for form, seed in itertools.product(forms, seeds):
+        for way in FORMS[form].schedules:
+            key, kept = key_of(form, way, seed), file_of(folder, form, way, seed)
+            if found_in(runs, key) and kept.exists():
+                continue
+            figures, predictions = scored_run(experiment_of(form, way, seed))
+            folder.mkdir(parents=True, exist_ok=True)
+            arrays = {
+                f"{stage}_{name}": x for stage, two in predictions.items() for name, x in zip("yp", two, strict=True)
+            }
+            np.savez_compressed(kept, **arrays)
+            with path.open("a") as file:
+                file.write(json.dumps(key | figures) + "\n")
+            print(f"{form}, {way}, seed {seed}: {figures}", file=sys.stderr, flush=True)
+
+
+def report(runs: tune.Runs, folder: pathlib.Path, form: str) -> None:
+    """The table of a form, of the seeds that all ways have."""
+    ways = tuple(FORMS[form].schedules)
+    lines = {way: [found_in(runs, key_of(form, way, seed)) for seed in SEEDS] for way in ways}
+    seeds = [n for n in range(len(SEEDS)) if all(lines[way][n] for way in ways)]
+    if len(seeds) < 2:
+        sys.exit(f"growth_pruning.py: {form!r} has {len(seeds)} complete seeds, and an interval needs two.")
+    figures = {way: {name: np.array([lines[way][n][name] for n in seeds]) for name in _NUMBERS} for way in ways}  # pyright: ignore[reportOptionalSubscript]
+    found = {stage: _compared(folder, form, ways, [SEEDS[n] for n in seeds], stage) for stage in STAGES}
+    print(f"{form}, {len(seeds)} paired seeds; {machine.today()}, commit {machine.commit()}\n")
+    print(
+        "| way | GFLOP offline | CPU s offline | NE after it | difference in % | NE of the days | difference in % ",
+        end="",
+    )
+    print("| NE of the last days | difference in % |\n" + "|---" * 9 + "|")
+    dense = figures["dense"]
+    for way in ways:
+        own = figures[way]
+        cells = [way]
+        for name in ("offline_gflop", "offline_cpu_s"):
+            mean = own[name].mean()
+            cells.append(f"{mean:.1f} ({100 * mean / dense[name].mean():.0f} %)")
+        by_seed = 100 * (own["recurring_ne"] / dense["recurring_ne"] - 1)
+        for name, interval in (
+            ("offline_ne", found["offline"].get(way)),
+            ("recurring_ne", _student(by_seed) if way != "dense" else None),
+            ("test_ne", found["recurring"].get(way)),
+        ):
+            values = own[name]
+            cells.append(f"{values.mean():.4f} ± {values.std(ddof=1):.4f}")
+            cells.append("" if interval is None else "{:+.2f} ({:+.2f} to {:+.2f})".format(*interval))
+        print("| " + " | ".join(cells) + " |")
+
+
+STAGES = ("offline", "recurring")
+_NUMBERS = ("offline_ne", "recurring_ne", "test_ne", "offline_gflop", "offline_cpu_s")
+
+Percent = tuple[float, float, float]
+"""A difference of NE in percent, and the ends of its interval."""
+
+
+def _compared(
+    folder: pathlib.Path, form: str, ways: Sequence[str], seeds: Sequence[int], stage: str
+) -> dict[str, Percent]:
+    arrays = {way: [np.load(file_of(folder, form, way, seed)) for seed in seeds] for way in ways}
+    labels = arrays["dense"][0][f"{stage}_y"]
+    predictions = {way: np.stack([one[f"{stage}_p"] for one in own]) for way, own in arrays.items()}
+    others = {way: p for way, p in predictions.items() if way != "dense"}
+    compared = bootstrap.compare_all(labels, predictions["dense"], others)
+    intervals = {way: both["ne"] for way, both in compared.items()}
+    percent = {way: (100 / ne.a, ne.difference) for way, ne in intervals.items()}
+    return {way: (by * d.value, by * d.low, by * d.high) for way, (by, d) in percent.items()}
+
+
+_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Number of seeds -> 97.5 % quantile of Student's t."""
+
+
+def _student(values: np.ndarray) -> Percent:
+    mean, half = values.mean(), _STUDENT[len(values)] * values.std(ddof=1) / math.sqrt(len(values))
+    return float(mean), float(mean - half), float(mean + half)
+
+
+def wall() -> None:
+    """Seconds a step of each width, beside what the FLOPs promise."""
+    print(
+        "| top MLP | share | MFLOP an example | CPU ms a step | wall ms a step | compile s |\n|---|---|---|---|---|---|"
+    )
+    for hidden in ((512, 256), (2048, 1024)):
+        whole: Any = dlrm.flights()
+        model = dataclasses.replace(whole.model, top_hidden=hidden)
+        whole = dataclasses.replace(
+            whole,
+            model=model,
+            steps=120,
+            log_every=10,
+            evaluation=Evaluation(split="validation", final_split="validation"),
+            checkpoints=Checkpoints(every=0, every_seconds=0, keep_best=0),
+        )
+        clock = CpuClock()
+        schedule = ((0.34, 1.0), (0.33, 0.25), (0.33, 0.5))
+        experiment = dataclasses.replace(in_phases(whole, schedule), trackers=(clock,))
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name) / "run"
+            closing = loop.train(experiment, workdir=folder, recipe="widths")
+            times = read_lines(folder / "timing.jsonl")
+        for (_, share), part, phase in zip(schedule, closing["phases"], phases.resolved(experiment), strict=True):
+            own = [line["step_p50_s"] for line in times if phase.start < line["step"] <= phase.stop][1:]
+            mflop = part["flops"] / part["samples"] / 1e6
+            cpu = 1e3 * clock.seconds(phase.start, phase.stop)
+            print(
+                f"| {hidden[0]}-{hidden[1]} | {share:g} | {mflop:.2f} | {cpu:.1f} | {1e3 * statistics.median(own):.1f} "
+                f"| {part['compile_s']:.1f} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", metavar="FILE", type=pathlib.Path)
+    parser.add_argument("--predictions", metavar="FOLDER", type=pathlib.Path)
+    parser.add_argument("--forms", nargs="+", choices=tuple(FORMS), default=tuple(FORMS), metavar="FORM")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--wall", action="store_true")
+    options = parser.parse_args()
+    if options.wall:
+        return wall()
+    if options.runs is None or options.predictions is None:
+        parser.error("give --runs FILE and --predictions FOLDER, or --wall")
+    runs = tune.Runs(options.runs)
+    if not options.report:
+        return make(runs, options.runs, options.predictions, options.forms, options.seeds)
+    for form in options.forms:
+        report(runs, options.predictions, form)
+        print()
+    return None
+
+
+if __name__ == "__main__":
+    main()
