@@ -136,7 +136,7 @@ def _held(peak: float) -> optim.WarmupCosineAnneal:
 def _planted() -> Experiment:
     """The offline stage: 24 days, twice."""
     return _common.experiment(
-        model=DcnV2Config(dim=32, cross_layers=0, bottom_hidden=(), deep_hidden=(128, 64)),
+        model=DcnV2Config(dim=16, cross_layers=0, bottom_hidden=(128, 64), deep_hidden=()),
         data=PlantedData(days=(0, 24), validation=(24, 26), test=(36, 38)),
         steps=3072,
         optimizer=optim.AdamW(learning_rate=_held(4e-3)),
@@ -187,7 +187,7 @@ def _ways(share: float, first: float, narrow: float) -> dict[str, Schedule]:
 
 
 FORMS = {
-    "planted": Form(_planted, _planted_days, _ways(0.25, 0.04, 0.18)),
+    "planted": Form(_planted, _planted_days, _ways(0.125, 0.04, 0.18)),
     "flights": Form(
         lambda: _flights.offline(dlrm.flights().model),  # pyright: ignore[reportArgumentType]
         _flights.day_by_day,
