@@ -33,7 +33,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tune
 
 from scalejax import optim
 from scalejax.bench import machine
@@ -312,9 +311,10 @@ def key_of(form: str, way: str, seed: int) -> dict[str, Any]:
     return {"form": form, "way": way, "seed": seed, "schedule": schedule}
 
 
-def found_in(runs: tune.Runs, key: Mapping[str, Any]) -> dict[str, Any] | None:
+def found_in(path: pathlib.Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
     """The line of a run; None = it is not there."""
-    return next((run for run in runs.read() if key.items() <= run.items()), None)
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((run for run in map(json.loads, lines) if key.items() <= run.items()), None)
 
 
 def file_of(folder: pathlib.Path, form: str, way: str, seed: int) -> pathlib.Path:
@@ -322,12 +322,12 @@ def file_of(folder: pathlib.Path, form: str, way: str, seed: int) -> pathlib.Pat
     return folder / f"{form}-{way.replace(' ', '_')}-{seed}.npz"
 
 
-def make(runs: tune.Runs, path: pathlib.Path, folder: pathlib.Path, forms: Sequence[str], seeds: Sequence[int]) -> None:
+def make(path: pathlib.Path, folder: pathlib.Path, forms: Sequence[str], seeds: Sequence[int]) -> None:
     """All runs that are not there, seed by seed, so that what there is can be compared at any time."""
     for form, seed in itertools.product(forms, seeds):
         for way in FORMS[form].schedules:
             key, kept = key_of(form, way, seed), file_of(folder, form, way, seed)
-            if found_in(runs, key) and kept.exists():
+            if found_in(path, key) and kept.exists():
                 continue
             figures, predictions = scored_run(experiment_of(form, way, seed))
             folder.mkdir(parents=True, exist_ok=True)
@@ -340,10 +340,10 @@ def make(runs: tune.Runs, path: pathlib.Path, folder: pathlib.Path, forms: Seque
             print(f"{form}, {way}, seed {seed}: {figures}", file=sys.stderr, flush=True)
 
 
-def report(runs: tune.Runs, folder: pathlib.Path, form: str) -> None:
+def report(path: pathlib.Path, folder: pathlib.Path, form: str) -> None:
     """The table of a form, of the seeds that all ways have."""
     ways = tuple(FORMS[form].schedules)
-    lines = {way: [found_in(runs, key_of(form, way, seed)) for seed in SEEDS] for way in ways}
+    lines = {way: [found_in(path, key_of(form, way, seed)) for seed in SEEDS] for way in ways}
     seeds = [n for n in range(len(SEEDS)) if all(lines[way][n] for way in ways)]
     if len(seeds) < 2:
         sys.exit(f"growth_pruning.py: {form!r} has {len(seeds)} complete seeds, and an interval needs two.")
@@ -450,11 +450,10 @@ def main() -> None:
         return wall()
     if options.runs is None or options.predictions is None:
         parser.error("give --runs FILE and --predictions FOLDER, or --wall")
-    runs = tune.Runs(options.runs)
     if not options.report:
-        return make(runs, options.runs, options.predictions, options.forms, options.seeds)
+        return make(options.runs, options.predictions, options.forms, options.seeds)
     for form in options.forms:
-        report(runs, options.predictions, form)
+        report(options.runs, options.predictions, form)
         print()
     return None
 
