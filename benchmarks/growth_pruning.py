@@ -52,7 +52,8 @@ from scalejax.train.runs import scoring
 from scalejax.train.runs.run import Run
 
 SEEDS = (1, 2, 3, 4, 5)
-TUNING_SEED = 100
+RESAMPLES = 400
+"""Of 65,536 examples: some six seconds of a core for each run that is compared."""
 
 Schedule = tuple[tuple[float, float], ...]
 """(share of the offline steps, share of the hidden units) of each phase."""
@@ -388,7 +389,7 @@ def _compared(
     labels = arrays["dense"][0][f"{stage}_y"]
     predictions = {way: np.stack([one[f"{stage}_p"] for one in own]) for way, own in arrays.items()}
     others = {way: p for way, p in predictions.items() if way != "dense"}
-    compared = bootstrap.compare_all(labels, predictions["dense"], others)
+    compared = bootstrap.compare_all(labels, predictions["dense"], others, resamples=RESAMPLES)
     intervals = {way: both["ne"] for way, both in compared.items()}
     percent = {way: (100 / ne.a, ne.difference) for way, ne in intervals.items()}
     return {way: (by * d.value, by * d.low, by * d.high) for way, (by, d) in percent.items()}
