@@ -182,7 +182,6 @@ def compare(rows, mesh, count, modules, base, strategy, option):
 DEFAULT = [
     ((2, 4), "DLRM", "DLRM", "implicit", "parts"),
     ((4, 4), "FM", "DCNv2", "explicit FULL_SHARD", "mean"),
-    ((8, 8), "DCN", "Wukong", "ddp", "nothing"),
 ]
 COVERING = covering(
     [
@@ -198,7 +197,7 @@ COVERING = covering(
     ("hosts", "modules", "base", "strategy", "option"),
     [
         case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow)
-        for case in dict.fromkeys([*DEFAULT, *COVERING])
+        for case in dict.fromkeys([*DEFAULT, ((8, 8), "DCN", "Wukong", "ddp", "nothing"), *COVERING])
     ],
 )
 def test_towers_on_their_hosts_train_as_all_on_one_device(rows, hosts, modules, base, strategy, option):
