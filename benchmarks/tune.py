@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ import numpy as np
 from click_forms import Setting
 
 from scalejax.configs import overrides
+from scalejax.errors import UserError
 from scalejax.train import loop
 from scalejax.train.metrics import evaluation, exact
 
@@ -73,6 +75,16 @@ def scored_run(setting: Setting, split: str, seed: int, scored: str) -> tuple[di
         "step_ms": round(1e3 * closing["step_p50_s"], 1),
         "wall_s": round(time.perf_counter() - begun, 1),
     }, predictions
+
+
+def trial(setting: Setting, split: str) -> dict[str, Any]:
+    """Figures on the validation split; of a training that diverged an AUC of 0, so that it is tried but not chosen."""
+    try:
+        return scored_run(setting, split, TUNING_SEED, "validation")[0]
+    except UserError as error:
+        if "not finite" not in str(error):
+            raise
+        return {"auc": 0.0, "diverged": str(error)}
 
 
 def boosting(setting: Setting, split: str, seed: int, scored: str) -> tuple[dict[str, Any], evaluation.Predictions]:
@@ -127,6 +139,11 @@ def chosen(runs: Runs, form: str, split: str) -> Setting | None:
     return max(tried, key=lambda each: each[1]["auc"] if each[1] else 0.0)[0]
 
 
+def settings_text(setting: Setting) -> str:
+    """What is set, without the folders of the fields."""
+    return ", ".join(re.sub(r"^.*\.(?=\w+=)", "", text) for text in setting.sets)
+
+
 def report(runs: Runs, forms: list[str], split: str) -> None:
     """Every trial; the chosen one of each form in bold."""
     print("| form | shape | setting | validation AUC | LogLoss | MFLOP | s |\n|---|---|---|---|---|---|---|")
@@ -135,11 +152,13 @@ def report(runs: Runs, forms: list[str], split: str) -> None:
         for setting, found in trials(runs, form, split):
             if found is None:
                 continue
+            if "diverged" in found:
+                print(f"| {form} | {setting.shape + 1} | {settings_text(setting)} | diverged | | | |")
+                continue
             auc = f"**{found['auc']:.4f}**" if setting == best else f"{found['auc']:.4f}"
-            sets = ", ".join(text.rpartition(".")[2] for text in setting.sets)
             cost = f"{found['mflop']:.2f}" if "mflop" in found else ""
             print(
-                f"| {form} | {setting.shape + 1} | {sets} | {auc} | {found['logloss']:.4f} | {cost} "
+                f"| {form} | {setting.shape + 1} | {settings_text(setting)} | {auc} | {found['logloss']:.4f} | {cost} "
                 f"| {found['wall_s']:.0f} |"
             )
 
@@ -174,7 +193,7 @@ def main() -> None:
     for form in choice(options):
         for setting, found in trials(runs, form, split):
             if found is None:
-                figures, _ = scored_run(setting, split, TUNING_SEED, "validation")
+                figures = trial(setting, split)
                 runs.add(setting, split, TUNING_SEED, "validation", figures)
                 print(f"{setting}: {figures}", file=sys.stderr, flush=True)
     return None
