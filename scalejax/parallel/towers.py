@@ -53,7 +53,7 @@ class Partition:
             )
 
     def on_hosts(self, hosts: int) -> "HostTowers":
-        """Deals the towers to hosts.
+        """Puts as many towers on each host, in order.
 
         Raises:
           UserError: there are fewer towers than hosts, or their number does not divide.

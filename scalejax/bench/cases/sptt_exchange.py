@@ -117,7 +117,7 @@ def contest(case: str, against: str | None, size: Size, devices: Sequence[Any]) 
 
 
 def collection(size: Size, kind: Kind, route: Route, hosts: int, devices: Sequence[Any]) -> EmbeddingCollection:
-    """Tables dealt to hosts in turn (table_row_wise), or to devices.
+    """Tables in turn on one host after another (table_row_wise), or one device after another.
 
     Args:
       size: The tables.
