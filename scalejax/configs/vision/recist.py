@@ -41,8 +41,11 @@ def deep_lesion() -> Experiment:
 
 
 def smoke() -> Experiment:
-    """A few steps of a narrow one."""
+    """A few steps of a narrow one, with a batch that eight devices can share."""
     tiny = hourglass.HourglassConfig(stacks=1, widths=(8, 8, 12), blocks=(1, 1, 1), stem=8, features=8)
     return dataclasses.replace(
-        _common.shortened(nuclei(), steps=6, every=3), model=RecistNetConfig(backbone=tiny, head=8), log_every=3
+        _common.shortened(nuclei(), steps=6, every=3),
+        model=RecistNetConfig(backbone=tiny, head=8),
+        data=NucleiCrosses(augment=Augment(window=(128, 128), flip="both"), batch_size=8),
+        log_every=3,
     )
