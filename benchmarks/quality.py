@@ -2,20 +2,22 @@
 
 python benchmarks/quality.py --runs FILE --predictions FOLDER                     # the random split of the flights
 python benchmarks/quality.py --runs FILE --predictions FOLDER --split time --forms DCNv2 "cross + FM"
-python benchmarks/quality.py --runs FILE --predictions FOLDER --times       # milliseconds a step, of a quiet machine
-python benchmarks/quality.py --runs FILE --predictions FOLDER --report --against "cross + FM" > table.md
+python benchmarks/quality.py --runs FILE --times                                  # ms a step, of a quiet machine
+python benchmarks/quality.py --runs FILE --report --against "cross + FM" > table.md
 
 FILE holds the trials of `tune.py`, whose best setting of each form by validation is run here with seeds that the trials
 did not use. A seed changes parameters and the order of training, never the split; boosting does not depend on it and
 runs once. Differences to one form are paired by seed, and their 95 % intervals are of a bootstrap over seeds *and* test
 examples (`train/metrics/bootstrap.py`): a form is called better or worse only where its interval excludes 0. Five seeds
-resolve some .001 of AUC. FOLDER keeps the predictions of every run, which the intervals need.
+resolve some .001 of AUC. FOLDER keeps the predictions of every run until all seeds of a form are done; then their
+metrics on 1,000 resamples go to `results/click_resamples`, and a report needs nothing else.
 """
 
 import argparse
 import pathlib
 import sys
 import tempfile
+import zlib
 
 import numpy as np
 import tune
@@ -27,27 +29,71 @@ from scalejax.train import loop
 from scalejax.train.metrics import bootstrap
 
 SEEDS = (1, 2, 3, 4, 5)
+RESAMPLES = pathlib.Path(__file__).parent / "results" / "click_resamples"
 
 
-def file_of(folder: pathlib.Path, form: str, split: str, seed: int) -> pathlib.Path:
-    """Where the predictions of a run are."""
-    return folder / f"{form.replace(' ', '_').replace(',', '')}-{split}-{seed}.npz"
+def _name(form: str, split: str) -> str:
+    return f"{form.replace(' ', '_').replace(',', '')}-{split}"
+
+
+def seeds_of(form: str) -> tuple[int, ...]:
+    """Those of a form's runs."""
+    return SEEDS[:1] if form == "gradient boosting" else SEEDS
 
 
 def run(runs: tune.Runs, folder: pathlib.Path, form: str, split: str) -> None:
-    """All seeds of a form, those that are there left out."""
+    """All seeds of a form, those that are there left out, and their metrics on resamples."""
     setting = tune.chosen(runs, form, split)
     if setting is None:
         sys.exit(f"quality.py: not all settings of {form!r} were tried; run tune.py --forms {form!r} first.")
-    for seed in SEEDS[:1] if form == "gradient boosting" else SEEDS:
-        path = file_of(folder, form, split, seed)
-        if path.exists() and runs.find(setting, split, seed, "test"):
+    done = all(runs.find(setting, split, seed, "test") for seed in seeds_of(form))
+    if done and resamples_file(form, split).exists():
+        return
+    paths = [folder / f"{_name(form, split)}-{seed}.npz" for seed in seeds_of(form)]
+    for seed, path in zip(seeds_of(form), paths, strict=True):
+        found = runs.find(setting, split, seed, "test")
+        if path.exists() and found:
             continue
         figures, scored = tune.scored_run(setting, split, seed, "test")
         folder.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(path, labels=scored.labels.astype(np.uint8), predictions=scored.predictions)
-        runs.add(setting, split, seed, "test", figures)
+        if not found:
+            runs.add(setting, split, seed, "test", figures)
         print(f"{form} {split} seed {seed}: {figures}", file=sys.stderr, flush=True)
+    keep_resamples(paths, form, split)
+
+
+def resamples_file(form: str, split: str) -> pathlib.Path:
+    """Where the metrics of a form on resamples are."""
+    return RESAMPLES / f"{_name(form, split)}.npz"
+
+
+def keep_resamples(paths: list[pathlib.Path], form: str, split: str) -> None:
+    """Metrics on resamples of the predictions of all seeds; boosting's one run stands for all."""
+    found = [np.load(path) for path in paths]
+    labels = found[0]["labels"][:, 0]
+    if any((arrays["labels"][:, 0] != labels).any() for arrays in found):
+        sys.exit(f"quality.py: the runs of {form!r} have different test examples; remove {paths[0].parent}.")
+    predictions = [arrays["predictions"][:, 0] for arrays in found]
+    whole = bootstrap.resample(labels, np.stack(predictions * (len(SEEDS) // len(predictions))))
+    RESAMPLES.mkdir(exist_ok=True)
+    np.savez_compressed(
+        resamples_file(form, split),
+        values=whole.values,
+        samples=whole.samples.astype(np.float32),
+        examples=whole.examples,
+        labels=zlib.crc32(labels.astype(np.uint8).tobytes()),
+    )
+
+
+def resampled(form: str, split: str) -> tuple[int, bootstrap.Resampled] | None:
+    """A checksum of the labels, and the metrics on resamples; None = runs are missing."""
+    path = resamples_file(form, split)
+    if not path.exists():
+        return None
+    with np.load(path) as kept:
+        samples = kept["samples"].astype(np.float64)
+        return int(kept["labels"]), bootstrap.Resampled(kept["values"], samples, len(SEEDS), int(kept["examples"]), 0)
 
 
 def time(runs: tune.Runs, form: str, split: str) -> None:
@@ -61,26 +107,16 @@ def time(runs: tune.Runs, form: str, split: str) -> None:
     runs.add(setting, split, SEEDS[0], "time", {"step_ms": round(1e3 * closing["step_p50_s"], 1)})
 
 
-def predictions(folder: pathlib.Path, form: str, split: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Labels [N] and predictions [seeds, N]; None = runs are missing."""
-    paths = [file_of(folder, form, split, 1 if form == "gradient boosting" else seed) for seed in SEEDS]
-    if not all(path.exists() for path in paths):
-        return None
-    found = [np.load(path) for path in paths]
-    labels = np.stack([arrays["labels"][:, 0] for arrays in found])
-    if (labels != labels[0]).any():
-        sys.exit(f"quality.py: the runs of {form!r} in {folder} have other test examples; remove that folder.")
-    return labels[0], np.stack([arrays["predictions"][:, 0] for arrays in found])
-
-
-def report(runs: tune.Runs, folder: pathlib.Path, forms: list[str], split: str, against: str) -> None:
+def report(runs: tune.Runs, forms: list[str], split: str, against: str) -> None:
     """The table of all forms whose runs are complete, and their differences to one of them."""
-    complete = {form: found for form in forms if (found := predictions(folder, form, split)) is not None}
+    complete = {form: found for form in forms if (found := resampled(form, split)) is not None}
     if against not in complete:
         sys.exit(f"quality.py: the runs of {against!r} on the split {split!r} are not complete.")
-    labels, reference = complete[against]
-    others = {form: found[1] for form, found in complete.items() if form != against}
-    compared = bootstrap.compare_all(labels, reference, others)
+    other = [form for form, (labels, _) in complete.items() if labels != complete[against][0]]
+    if other:
+        sys.exit(f"quality.py: {', '.join(other)} have other test examples than {against}; remove their files.")
+    reference = complete[against][1]
+    compared = {form: bootstrap.compare_resampled(reference, found) for form, (_, found) in complete.items()}
     print(f"{machine.today()}, commit {machine.commit()}; difference: of the form from {against}\n")
     titles = ("form", "test AUC", "NE", "AUC, difference", "Mann-Whitney p", "NE, difference in %", "MFLOP")
     titles = (*titles, "dense parameters", "ms a step")
@@ -89,8 +125,7 @@ def report(runs: tune.Runs, folder: pathlib.Path, forms: list[str], split: str, 
     for form in (against, *(form for form in complete if form != against)):
         setting = tune.chosen(runs, form, split)
         assert setting is not None
-        seeds = SEEDS[:1] if form == "gradient boosting" else SEEDS
-        found = [figures for seed in seeds if (figures := runs.find(setting, split, seed, "test"))]
+        found = [figures for seed in seeds_of(form) if (figures := runs.find(setting, split, seed, "test"))]
         cells = [form]
         aucs[form] = [figures["auc"] for figures in found]
         for metric in ("auc", "ne"):
@@ -118,7 +153,7 @@ def report(runs: tune.Runs, folder: pathlib.Path, forms: list[str], split: str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", metavar="FILE", type=pathlib.Path, required=True)
-    parser.add_argument("--predictions", metavar="FOLDER", type=pathlib.Path, required=True)
+    parser.add_argument("--predictions", metavar="FOLDER", type=pathlib.Path)
     tune.add_choice(parser)
     parser.add_argument("--times", action="store_true")
     parser.add_argument("--report", action="store_true")
@@ -128,13 +163,16 @@ def main() -> None:
     if options.report:
         forms = tune.choice(options)
         forms = forms if options.against in forms else [options.against, *forms]
-        report(runs, options.predictions, forms, options.split, options.against)
-    else:
-        for form in tune.choice(options):
-            if options.times:
-                time(runs, form, options.split)
-            else:
-                run(runs, options.predictions, form, options.split)
+        return report(runs, forms, options.split, options.against)
+    if not options.times and options.predictions is None:
+        parser.error("give --predictions FOLDER, or --times, or --report")
+    folder = pathlib.Path(options.predictions or "")
+    for form in tune.choice(options):
+        if options.times:
+            time(runs, form, options.split)
+        else:
+            run(runs, folder, form, options.split)
+    return None
 
 
 if __name__ == "__main__":

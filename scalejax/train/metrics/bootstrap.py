@@ -73,6 +73,24 @@ class PairedComparison:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Resampled:
+    """One model's metrics on resamples: all that a comparison needs of it, far smaller than its predictions.
+
+    Attributes:
+      values: float64[3], in the order of `METRICS`: on the examples as they are, the mean over seeds.
+      samples: float64[resamples, 3]: on each resample.
+      seeds, examples: How many of each were drawn from.
+      seed: Of the draws.
+    """
+
+    values: np.ndarray
+    samples: np.ndarray
+    seeds: int
+    examples: int
+    seed: int
+
+
 def intervals(
     labels: ArrayLike,
     predictions: ArrayLike,
@@ -138,32 +156,60 @@ def compare_all(
     Raises:
       ValueError: shapes differ.
     """
-    given = {"a": np.atleast_2d(np.asarray(a, np.float64))}
-    given |= {f"b {name}": np.atleast_2d(np.asarray(other, np.float64)) for name, other in others.items()}
-    shapes = sorted({predictions.shape for predictions in given.values()})
-    if len(shapes) > 1:
-        raise ValueError(f"bootstrap: compared models need equally many seeds and examples; got {shapes}.")
-    models = {name: [_Model(labels, one, weights) for one in predictions] for name, predictions in given.items()}
-    seeds, examples = shapes[0]
+    reference = resample(labels, a, weights, resamples=resamples, seed=seed)
+    return {
+        name: compare_resampled(reference, resample(labels, b, weights, resamples=resamples, seed=seed), level=level)
+        for name, b in others.items()
+    }
+
+
+def resample(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weights: ArrayLike | None = None,
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Resampled:
+    """The metrics of one model on resamples, to be compared with those of another by `compare_resampled`.
+
+    Args:
+      labels: float[N]. In [0, 1].
+      predictions: float[N] or float[S, N], as in `compare`.
+      weights, resamples, seed: As in `intervals`.
+    """
+    given = np.atleast_2d(np.asarray(predictions, np.float64))
+    models = [_Model(labels, one, weights) for one in given]
+    seeds, examples = given.shape
     drawn_seeds = np.random.default_rng((seed, 1)).integers(0, seeds, (resamples, seeds))
-    samples = {name: np.empty((resamples, len(METRICS))) for name in models}
+    samples = np.empty((resamples, len(METRICS)))
     for i, counts in enumerate(_draws(examples, resamples, seed)):
-        for name, runs in models.items():
-            times = np.bincount(drawn_seeds[i], minlength=seeds)
-            drawn = np.array([run.metrics(counts) if n else np.zeros(3) for run, n in zip(runs, times, strict=True)])
-            samples[name][i] = times @ drawn / seeds
-    ones = np.ones(examples)
-    values = {name: np.mean([run.metrics(ones) for run in runs], axis=0) for name, runs in models.items()}
-    result: dict[str, dict[Metric, PairedComparison]] = {}
-    for name in others:
-        found = result[name] = {}
-        differences, difference = samples[f"b {name}"] - samples["a"], values[f"b {name}"] - values["a"]
-        for i, metric in enumerate(METRICS):
-            interval = _interval(difference[i], differences[:, i], level)
-            verdict = _verdict(interval, _HIGH_IS_GOOD[metric])
-            both = float(values["a"][i]), float(values[f"b {name}"][i])
-            found[metric] = PairedComparison(metric, *both, interval, verdict)
-    return result
+        times = np.bincount(drawn_seeds[i], minlength=seeds)
+        drawn = np.array([model.metrics(counts) if n else np.zeros(3) for model, n in zip(models, times, strict=True)])
+        samples[i] = times @ drawn / seeds
+    values = np.mean([model.metrics(np.ones(examples)) for model in models], axis=0)
+    return Resampled(values, samples, seeds, examples, seed)
+
+
+def compare_resampled(a: Resampled, b: Resampled, *, level: float = 0.95) -> dict[Metric, PairedComparison]:
+    """Judges model b against model a, of equal labels and weights.
+
+    Raises:
+      ValueError: they have other numbers of seeds, examples or resamples, or other draws.
+    """
+    drawn = [(one.seeds, one.examples, len(one.samples), one.seed) for one in (a, b)]
+    if drawn[0] != drawn[1]:
+        raise ValueError(
+            "bootstrap: compared models need equally many seeds and examples, and the same resamples; got "
+            f"(seeds, examples, resamples, seed of the draws) {drawn[0]} and {drawn[1]}."
+        )
+    differences, difference = b.samples - a.samples, b.values - a.values
+    found: dict[Metric, PairedComparison] = {}
+    for i, metric in enumerate(METRICS):
+        interval = _interval(difference[i], differences[:, i], level)
+        verdict = _verdict(interval, _HIGH_IS_GOOD[metric])
+        found[metric] = PairedComparison(metric, float(a.values[i]), float(b.values[i]), interval, verdict)
+    return found
 
 
 class _Model:

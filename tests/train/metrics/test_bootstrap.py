@@ -162,3 +162,13 @@ def test_models_of_other_seeds_are_not_compared():
     labels, logits, _ = examples(size=30)
     with pytest.raises(ValueError, match="equally many seeds and examples"):
         bootstrap.compare(labels, of_seeds(labels, logits, 1, 1, seeds=2), of_seeds(labels, logits, 1, 1, seeds=3))
+
+
+def test_resampled_metrics_are_compared_without_the_predictions():
+    labels, logits, weights = examples(size=200)
+    a, b = of_seeds(labels, logits, 0.6, 0.1), of_seeds(labels, logits, 0.3, 0.1, seed=1)
+    one, other = (bootstrap.resample(labels, p, weights, resamples=30, seed=2) for p in (a, b))
+    assert one.samples.shape == (30, 3)
+    assert bootstrap.compare_resampled(one, other) == bootstrap.compare(labels, a, b, weights, resamples=30, seed=2)
+    with pytest.raises(ValueError, match="same resamples"):
+        bootstrap.compare_resampled(one, bootstrap.resample(labels, b, weights, resamples=30, seed=3))
