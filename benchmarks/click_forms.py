@@ -89,9 +89,19 @@ FIRST: dict[str, tuple[Any, ...]] = {
     ),
     "cross + FM": stacks("cross", "FM"),
     "cross, 5 layers": stacks("cross", repeats=5),
+    "cross, wider": tuple(dhen.on_flights(FeatureCross(outputs=n), dim=dim) for n, dim in ((245, 4), (133, 8))),
     "FM, 3 layers": stacks("FM", repeats=3),
+    "FM, wider": tuple(
+        dhen.on_flights(
+            FactorizationMachine(
+                outputs=dhen.vectors_on_flights(dim), rank=3 * dim, hidden=(424,), normalization="none"
+            ),
+            dim=dim,
+        )
+        for dim in (4, 8)
+    ),
 }
-"""The comparison of DHEN with its baselines and with each of its two modules alone at equal FLOPs."""
+"""The comparison of DHEN with its baselines and with each of its two modules alone at equal FLOPs, deeper and wider."""
 
 SIZES = {
     f"Wukong, {layers} layer{'s' * (layers > 1)}": tuple(

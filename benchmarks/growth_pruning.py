@@ -5,9 +5,10 @@ python benchmarks/growth_pruning.py --runs FILE --predictions FOLDER --forms fli
 python benchmarks/growth_pruning.py --runs FILE --predictions FOLDER --report > table.md
 python benchmarks/growth_pruning.py --wall                                              # seconds a step of each width
 
-A run has an offline stage and a recurring one: days in order, each of which is scored before it is trained, once. Six
-ways through the offline stage: dense, alternate (whole, narrow, whole, ...), prune once, small, grow only, and dense
-with as few steps as alternate has FLOPs; the recurring stage has the model with which it ended. "planted": an MLP on
+A run has an offline stage and a recurring one: days in order, each of which is scored before it is trained, once. Eight
+ways through the offline stage: dense; alternate (whole, narrow, whole, ...); prune once, early; small; grow only; and
+three that have about the FLOPs of alternate: a model that is smaller all the time, one that is pruned late, and dense
+with fewer steps. The recurring stage has the model with which the offline stage ended. "planted": an MLP on
 synthetic logs whose labels hang on products of pairs of numbers, with weights that drift from day to day
 (`PlantedData`). "flights": the DLRM of `dlrm-flights_recurring`, January to June and then July to October.
 
@@ -173,8 +174,12 @@ class Form:
     schedules: Mapping[str, Schedule]
 
 
-def _ways(share: float, first: float, narrow: float) -> dict[str, Schedule]:
-    """Twice `first` of the steps whole and `narrow` of them with a share of the units, and the rest whole; others."""
+def _ways(share: float, first: float, narrow: float, flops: float, equal: float) -> dict[str, Schedule]:
+    """Twice `first` of the steps whole and `narrow` of them with a share of the units, and the rest whole; others.
+
+    `flops` is what that has of the FLOPs of dense. A model with the share `equal` of the units has about as many, as
+    near as multiples of 8 come.
+    """
     two = ((first, 1.0), (narrow, share))
     return {
         "dense": ((1.0, 1.0),),
@@ -182,16 +187,18 @@ def _ways(share: float, first: float, narrow: float) -> dict[str, Schedule]:
         "prune once": ((0.125, 1.0), (0.875, share)),
         "small": ((1.0, share),),
         "grow only": ((2 * narrow, share), (1 - 2 * narrow, 1.0)),
-        "dense, fewer steps": ((0.7, 1.0),),
+        "smaller, equal FLOPs": ((1.0, equal),),
+        "prune late, equal FLOPs": ((0.64, 1.0), (0.36, share)),
+        "dense, fewer steps": ((flops, 1.0),),
     }
 
 
 FORMS = {
-    "planted": Form(_planted, _planted_days, _ways(0.125, 0.04, 0.18)),
+    "planted": Form(_planted, _planted_days, _ways(0.125, 0.04, 0.18, flops=0.66, equal=0.8)),
     "flights": Form(
         lambda: _flights.offline(dlrm.flights().model),  # pyright: ignore[reportArgumentType]
         _flights.day_by_day,
-        _ways(0.25, 0.06, 0.18),
+        _ways(0.25, 0.06, 0.18, flops=0.7, equal=0.78),
     ),
 }
 
@@ -320,7 +327,7 @@ def found_in(path: pathlib.Path, key: Mapping[str, Any]) -> dict[str, Any] | Non
 
 def file_of(folder: pathlib.Path, form: str, way: str, seed: int) -> pathlib.Path:
     """Where the predictions of a run are."""
-    return folder / f"{form}-{way.replace(' ', '_')}-{seed}.npz"
+    return folder / f"{form}-{way.replace(' ', '_').replace(',', '')}-{seed}.npz"
 
 
 def make(path: pathlib.Path, folder: pathlib.Path, forms: Sequence[str], seeds: Sequence[int]) -> None:
