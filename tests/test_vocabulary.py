@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(scalejax.__file__).parent
 ROOT = PACKAGE.parent
 DOCUMENT = ROOT / "docs" / "vocabulary.md"
 
-TWICE = {"Adam", "Sgd"}
+TWICE = {"Adam", "Lamb", "Sgd"}
 GIVEN_UP = {
     *("take_apart", "put_together", "cluster_rows", "poisoned_rows", "spill", "spilled", "spilled_ids", "dealt"),
     *("dealt_by_rows", "stow", "turns_of", "PackedIds", "MappedFeature", "EncodedExchange", "FormattedGather"),

@@ -1,6 +1,9 @@
 """Typed optimizer and schedule configs over optax."""
 
 from scalejax.optim.averages import Average as Average
+from scalejax.optim.layerwise import Lamb as Lamb
+from scalejax.optim.layerwise import Lans as Lans
+from scalejax.optim.layerwise import TrustBounds as TrustBounds
 from scalejax.optim.optimizers import Adam as Adam
 from scalejax.optim.optimizers import AdamL2 as AdamL2
 from scalejax.optim.optimizers import AdamW as AdamW

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from scalejax.errors import UserError, check_one_of
+from scalejax.optim.layerwise import Lamb, Lans
+from scalejax.optim.masks import check_paths, matrices
 from scalejax.optim.schedules import Constant, Schedule
 
 Counts = Literal["one", "each"]
@@ -115,7 +117,7 @@ class AdamW:
         if self.counts == "each":
             return optax.chain(
                 _counting_each(self.b1, self.b2, self.eps),
-                optax.add_decayed_weights(self.weight_decay, _matrices),
+                optax.add_decayed_weights(self.weight_decay, matrices),
                 optax.scale_by_learning_rate(rate),
             )
         return optax.adamw(
@@ -124,7 +126,7 @@ class AdamW:
             b2=self.b2,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            mask=_matrices,
+            mask=matrices,
         )
 
 
@@ -138,7 +140,7 @@ class For:
     """
 
     paths: str
-    optimizer: Sgd | Adam | AdamL2 | AdamW
+    optimizer: Sgd | Adam | AdamL2 | AdamW | Lamb | Lans
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,12 +156,7 @@ class ByPath:
         if not self.rules:
             raise UserError("optimizer.rules must have at least one rule, ByPath(rules=(For(...), ...)); got none.")
         for rule in self.rules:
-            try:
-                re.compile(rule.paths)
-            except re.error as error:
-                raise UserError(
-                    f"optimizer.rules: paths must be a regular expression; got {rule.paths!r} ({error})."
-                ) from error
+            check_paths("optimizer.rules: paths", rule.paths)
 
     @property
     def learning_rate(self) -> Schedule:
@@ -215,14 +212,4 @@ def _counting_each(b1: float, b2: float, eps: float) -> optax.GradientTransforma
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-Optimizer = Sgd | Adam | AdamL2 | AdamW | ByPath
-
-
-def _matrices(params: optax.Params) -> optax.Params:
-    """Of {path: array}: stacked scales and biases of layers have two dimensions, and go by their name."""
-
-    def is_matrix(path: tuple[object, ...], p: jax.Array) -> bool:
-        name = str(getattr(path[-1], "key", "")) if path else ""
-        return p.ndim >= 2 and name.rpartition("/")[2] not in ("scale", "bias")
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+Optimizer = Sgd | Adam | AdamL2 | AdamW | Lamb | Lans | ByPath

@@ -268,7 +268,7 @@ class ResizeUnits:
                     raise UserError(
                         "surgery.units: the optimizer counts its steps once for all parameters, so that the moments of "
                         f"the new units of {layer.name!r} would be corrected for steps that they have not seen. Set "
-                        "--set optimizer.counts=each from the beginning of the run."
+                        "--set optimizer.counts=each, which Adam and AdamW have, from the beginning of the run."
                     )
 
     def operate_state(

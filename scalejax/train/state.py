@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -23,6 +24,9 @@ from scalejax.parallel.rules import Rules
 
 Params = dict[str, jax.Array]
 """Parameters by path, "layers/0/fm/weight": the names that checkpoints and tables show."""
+
+_STACKED = ("layers", "towers")
+"""Logical axes along which the same tensor of several modules lies."""
 
 
 @jax.tree_util.register_dataclass
@@ -141,6 +145,15 @@ class ModelShape:
         """Parameters."""
         return sum(math.prod(value.shape) for value in self.params.values())
 
+    @property
+    def stacked(self) -> dict[str, int]:
+        """Leading axes of the parameters along which tensors lie beside each other, by path, where there are any.
+
+        Those are the layers of a scan and towers.
+        """
+        heads = {name: itertools.takewhile(_STACKED.__contains__, self.logical_axes[name]) for name in self.params}
+        return {name: count for name, axes in heads.items() if (count := len(list(axes)))}
+
     def shardings(self, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
         """Sharding of each parameter under a rules table alone, as for inference."""
         return {
@@ -178,11 +191,19 @@ class ModelShape:
 
 
 def optimizer_step(
-    transformation: optax.GradientTransformation, grads: Params, state: TrainState
+    transformation: optax.GradientTransformation, grads: Params, state: TrainState, stacked: Mapping[str, int]
 ) -> tuple[Params, optax.OptState]:
-    """All parameters and the optimizer state after an update of those that have gradients."""
+    """All parameters and the optimizer state after an update of those that have gradients.
+
+    Args:
+      transformation: The optimizer; `stacked` reaches it as an extra argument of optax, if it takes any.
+      grads: {path: gradient}.
+      state: Before the update.
+      stacked: Leading axes of parameters, see `ModelShape.stacked`.
+    """
     trained = {name: state.params[name] for name in grads}
-    updates, optimizer = transformation.update(grads, state.optimizer, trained)
+    taking = optax.with_extra_args_support(transformation)
+    updates, optimizer = taking.update(grads, state.optimizer, trained, stacked=stacked)
     changed: Any = optax.apply_updates(trained, updates)  # pyright: ignore[reportArgumentType]
     return {name: changed.get(name, p) for name, p in state.params.items()}, optimizer
 

@@ -632,7 +632,7 @@ class Program:
             norm = gradient_scaling.global_norm(grads)
         else:
             grads, norm = gradient_scaling.clip_by_global_norm(grads, clip)
-        params, optimizer = optimizer_step(self.transformation, grads, state)
+        params, optimizer = optimizer_step(self.transformation, grads, state, self.model.stacked)
         averages = {
             a.name: a.update(state.averages[a.name], {name: params[name] for name in self.trained}, state.step)
             for a in e.averages
