@@ -19,6 +19,7 @@ TWICE = {"Adam", "Lamb", "Sgd"}
 GIVEN_UP = {
     *("take_apart", "put_together", "cluster_rows", "poisoned_rows", "spill", "spilled", "spilled_ids", "dealt"),
     *("dealt_by_rows", "stow", "turns_of", "PackedIds", "MappedFeature", "EncodedExchange", "FormattedGather"),
+    *("Journey", "journey", "journeys"),
 }
 """Names that nothing has any more."""
 TELL_OF_THEM = ("docs/vocabulary.md", "CHANGELOG.md", "docs/log.md", "tools/", "benchmarks/results/")

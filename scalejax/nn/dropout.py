@@ -15,7 +15,7 @@ def dropout(
 ) -> "Float[Array, '*batch features']":
     """Zeroes each element with probability `rate` and divides the others by 1 - rate; key=None returns x.
 
-    Random bits are the dearest part of dropout on a CPU, so one 32-bit draw serves two elements: the rate is rounded
+    Random bits are the largest cost of dropout on a CPU, so one 32-bit draw serves two elements: the rate is rounded
     to a multiple of 2^-16 and the survivors are scaled by the rounded rate, which keeps the mean unbiased.
 
     Args:

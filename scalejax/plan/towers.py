@@ -11,8 +11,8 @@ Recommendation", MLSys 2024 (arXiv 2403.00877), its tower partitioner. For vecto
     towers = k-means of Z in which the step that assigns points to centres is exact under the bounds of the sizes
 
 The last is a linear assignment to repeated centres (Bennett et al., "Constrained K-Means Clustering", MSR-TR-2000-65).
-Balance by cost, which the paper has not, makes it an integer program. The paper's baselines are features dealt in turn
-("stride") and at random; both are among the starts of the k-means, so none of equal sizes has a smaller objective.
+Balance by cost, which the paper has not, makes it an integer program. The paper's baselines are features assigned in
+turn ("stride") and at random; both are among the starts of the k-means, so none of equal sizes has a smaller objective.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Partitioner:
       distance: Whether similar features shall be together or apart; the paper found neither better in general.
       balance: What is even over towers: the number of features, or the bytes of their lookups (`costs`).
       ratio: Of counts, the largest over the smallest, where they divide so; of costs, the largest over the mean, or
-        what placing the dearest first reaches.
+        what placing the most costly first reaches.
       first: Groups of features, such as those of the user, that share no tower with others; what is in none is one
         more. The paper found most of its gain in such a split.
       seed: Of the starts.
@@ -97,7 +97,7 @@ class Partitioner:
         for members, towers in zip(groups, _shares(list(map(len, groups)), self.towers), strict=True):
             labels[members] = used + self._group(points[members], priced[members], towers)
             used += towers
-        stride, *dealt = self._deals(len(names), self.towers)
+        stride, *random = self._baselines(len(names), self.towers)
         return FoundTowers(
             names=tuple(names),
             interactions=interactions,
@@ -105,7 +105,7 @@ class Partitioner:
             costs=priced,
             labels=labels,
             stride=stride,
-            random=tuple(dealt),
+            random=tuple(random),
         )
 
     def _groups(self, names: Sequence[str]) -> list[np.ndarray]:
@@ -126,14 +126,14 @@ class Partitioner:
             )
         return [np.array([list(names).index(name) for name in group]) for group in groups]
 
-    def _deals(self, points: int, towers: int) -> list[np.ndarray]:
-        """Towers of points dealt in turn, and at random."""
+    def _baselines(self, points: int, towers: int) -> list[np.ndarray]:
+        """Towers of points assigned in turn, and at random."""
         stride, rng = np.arange(points) % towers, np.random.default_rng(self.seed)
         return [stride, *(rng.permutation(stride) for _ in range(_STARTS["count"]))]
 
     def _group(self, points: np.ndarray, costs: np.ndarray, towers: int) -> np.ndarray:
         """Tower of each point: the best k-means of all starts and bounds."""
-        starts = self._deals(len(points), towers)[: 1 + _STARTS[self.balance]]
+        starts = self._baselines(len(points), towers)[: 1 + _STARTS[self.balance]]
         found = [_kmeans(points, start, assign) for assign in self._assignments(costs, towers) for start in starts]
         return min(found, key=lambda labels: spread(points, labels))
 
@@ -156,8 +156,8 @@ class FoundTowers:
       points: float[F, 2] on the plane.
       costs: Of each feature.
       labels: int[F], its tower.
-      stride: The same for features dealt in turn.
-      random: The same for features dealt at random, several times.
+      stride: The same for features assigned in turn.
+      random: The same for features assigned at random, several times.
     """
 
     names: tuple[str, ...]
@@ -183,8 +183,8 @@ class FoundTowers:
 
     def compared(self, measure: Callable[[np.ndarray], float]) -> dict[str, float]:
         """A measure of labels for these towers and for the baselines (at random: the mean)."""
-        dealt = float(np.mean([measure(labels) for labels in self.random]))
-        return {"towers": measure(self.labels), "stride": measure(self.stride), "random": dealt}
+        random = float(np.mean([measure(labels) for labels in self.random]))
+        return {"towers": measure(self.labels), "stride": measure(self.stride), "random": random}
 
     def within(self, labels: np.ndarray) -> float:
         """Mean interaction of two features of one tower; 0 if no two share one."""

@@ -107,7 +107,7 @@ def test_ids_per_example_are_those_of_the_schema():
     assert found.planned.report.topology.groups == 1  # one host, as the mesh sees it
     by_hand = {f.name: f.length for f in experiment.data.schema().categorical}
     assert sum(by_hand.values()) == 214
-    # One hot table, C21 with 100 of 214 ids, is dealt out; whole slices of the others are less work than rows of all.
+    # One hot table, C21 with 100 of 214 ids, is striped; whole slices of the others are less work than rows of all.
     kinds = {entry.table: entry.kind for entry in found.planned.plan.tables}
     assert kinds["C21"] == "row_wise"
     assert kinds["C23"] == "column_wise"

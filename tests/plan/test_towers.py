@@ -114,7 +114,7 @@ def test_an_assignment_by_cost_is_the_cheapest_that_no_tower_pays_too_much_for(r
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("distance", ["coherent", "diverse"])
-def test_no_deal_of_equal_sizes_has_a_smaller_objective(seed, distance):
+def test_no_partition_in_turn_or_at_random_of_equal_sizes_has_a_smaller_objective(seed, distance):
     rows = np.random.default_rng(seed).normal(size=(32, 11, 4))  # no groups
     result = found(rows, seed=seed, distance=distance, towers=3)
     others = [result.stride, *result.random]

@@ -57,7 +57,7 @@ class _RowGroups(IterableDataset[Row]):
         if worker is None:
             groups = torch.randperm(file.num_row_groups).tolist()
         else:
-            # The seed that all workers of an epoch share: each by its own would deal the groups out differently.
+            # The seed that all workers of an epoch share: each by its own would assign the groups differently.
             shared = torch.Generator().manual_seed(worker.seed - worker.id)
             groups = torch.randperm(file.num_row_groups, generator=shared).tolist()[worker.id :: worker.num_workers]
         left: list[tuple[np.ndarray, ...]] = []

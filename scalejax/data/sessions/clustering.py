@@ -215,7 +215,7 @@ class _Rewrite:
         return tuple(part for part in parts if part is not None)
 
     def spool(self, progress: Callable[[int], None]) -> list[pathlib.Path]:
-        """Deals all rows out to one Arrow stream a partition, in the order of the source."""
+        """Writes all rows to one Arrow stream a partition, in the order of the source."""
         folder = self.folder / "spool"
         folder.mkdir()
         paths = [folder / f"{p}.arrow" for p in range(self.partitions)]

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax import compat
 from scalejax.parallel.embedding.exchange import wire
-from scalejax.parallel.embedding.exchange.journeys import complete
+from scalejax.parallel.embedding.exchange.coroutines import complete
 from scalejax.parallel.embedding.exchange.local import between_hosts
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import BATCH_AXES

@@ -14,7 +14,7 @@ from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
 from scalejax.numerics.rounding import runtime_zero
 from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.exchange import routed, to_towers
-from scalejax.parallel.embedding.exchange.journeys import Journey, complete, together
+from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine, complete, together
 from scalejax.parallel.embedding.exchange.local import LocalStack
 from scalejax.parallel.embedding.half_way import HalfWay
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, expand
@@ -106,8 +106,8 @@ def fetch(sharded: ShardedTables, state: State, routing: Routing) -> dict[str, j
     ) -> dict[str, jax.Array]:
         slices: dict[str, list[tuple[int, jax.Array]]] = {}
         stacks = _local_stacks(sharded, features)
-        journeys = [routed.fetch(here, tables[here.stack.name], routes[here.stack.name]) for here in stacks]
-        for here, parts in zip(stacks, complete(together(journeys)), strict=True):
+        coroutines = [routed.fetch(here, tables[here.stack.name], routes[here.stack.name]) for here in stacks]
+        for here, parts in zip(stacks, complete(together(coroutines)), strict=True):
             for look, part in zip(here.lookups, parts, strict=True):
                 part = here.shard.by_example(look.feature, part)
                 slices.setdefault(look.feature.name, []).append((look.member.start, part))
@@ -195,7 +195,7 @@ def update(
         pooled = complete(to_towers.pooled_grads(all_here, grads.vectors, grads.towers)) if half_way else {}
         by_feature = {} if half_way else _by_distinct_row(grads, features.shard())
 
-        def updated(here: LocalStack) -> Journey[dict[str, jax.Array]]:
+        def updated(here: LocalStack) -> ExchangeCoroutine[dict[str, jax.Array]]:
             stack, leaves, way = here.stack, stacks[here.stack.name], routes[here.stack.name]
             plan, ahead = plans.get(stack.name), _plans_ahead(sharded, stack)
             own = [

@@ -245,11 +245,11 @@ def _why(found: Sequence[Option], chosen: Option, report: Report, topology: Host
         return f"least work of {len(found)} options"
     if least.rows * least.row_bytes > topology.memory_bytes:
         return f"{least.label} would put {size(least.rows * least.row_bytes)} on one device"
-    dearer = f"{chosen.work_s(n) / least.work_s(n):.2f}x the work of {least.label}"
+    more = f"{chosen.work_s(n) / least.work_s(n):.2f}x the work of {least.label}"
     if chosen.shard.total < least.shard.total:
         pieces = f"{duration(chosen.shard.total)} a piece and not {duration(least.shard.total)}"
-        return f"{dearer}, but {pieces} (mean of a device {duration(report.mean_s)})"
-    return f"{dearer}, but fits better beside the others"
+        return f"{more}, but {pieces} (mean of a device {duration(report.mean_s)})"
+    return f"{more}, but fits better beside the others"
 
 
 def _bytes_of_all(option: Option, devices: int) -> int:

@@ -1,8 +1,8 @@
 """Which host each tower lies on: as many towers on each, the busiest host as little busy as could be found.
 
-A host is an index of the mesh axis `replica`. With one tower a host there is no choice. With several the dearest towers
-are placed first, each on the least busy host with room, and then pairs are swapped while that helps. What a tower costs
-is the least work of its tables on one host, as the planner prices it.
+A host is an index of the mesh axis `replica`. With one tower a host there is no choice. With several the most costly
+towers are placed first, each on the least busy host with room, and then pairs are swapped while that helps. What a
+tower costs is the least work of its tables on one host, as the planner prices it.
 """
 
 import dataclasses

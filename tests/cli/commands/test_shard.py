@@ -70,7 +70,7 @@ def test_the_next_command_trains_on_the_mesh_that_was_planned_for(invoke, tmp_pa
 
 def test_a_plan_of_towers_gives_a_model_its_towers_in_the_order_of_their_hosts(invoke, tmp_path):
     plan, towers = tmp_path / "plan.json", tmp_path / "towers.json"
-    # Four towers of unequal work: the planner deals them to the two hosts.
+    # Four towers of unequal work: the planner assigns them to the two hosts.
     names = ("carrier", "tailnum", "plane_model", "flight", "origin", "dest", "month", "weekday", "hour")
     Partition(towers=(names[:4], names[4:6], names[6:8], names[8:])).save(towers)
     asked = ("--topology", "h100:2x4", "--save", str(plan))

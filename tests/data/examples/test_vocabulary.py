@@ -32,7 +32,7 @@ def test_counts_equal_those_of_a_counter_whatever_the_memory(tmp_path: pathlib.P
     found, counter = counted(chunks, memory_bytes, tmp_path)
     assert found == collections.Counter(np.concatenate(chunks).tolist())
     assert counter.peak_bytes <= memory_bytes
-    # With 64 different values in memory some ten thousand must have been dealt out, and dealt out again.
+    # With 64 different values in memory some ten thousand must have been spilled, and spilled again.
     assert (counter.spilled_bytes > 0) == (memory_bytes < 1 << 30)
     assert not list(tmp_path.iterdir())
 

@@ -258,26 +258,26 @@ def test_matrices_of_towers_are_not_made_int8(schema):
     }
 
 
-def deal(features, towers):
+def in_turn(features, towers):
     names = [f"c{i}" for i in range(features)]
     return Partition(towers=tuple(tuple(names[t::towers]) for t in range(towers)))
 
 
 def test_widths_and_compression_are_those_of_the_paper():
-    base, towers = DlrmConfig(dim=128), deal(26, 8)
+    base, towers = DlrmConfig(dim=128), in_turn(26, 8)
     for dim, ratio in {64: 2, 32: 4, 16: 8, 8: 16}.items():
         assert TowersConfig(base=base, towers=towers, modules=(DlrmTower(dim=dim),)).compression == ratio
     config = TowersConfig(base=base, towers=towers, modules=(DlrmTower(dim=64, each=3, mixed=2),))
     assert [sum(config.outputs_of(n)) * config.dim for n in (3, 4)] == [64 * (3 * 3 + 2), 64 * (3 * 4 + 2)]
     config = TowersConfig(base=DcnV2Config(dim=128), towers=towers, modules=(DcnTower(dim=128),))
     assert (config.outputs_of(4), config.dim, config.compression) == ((4,), 128, 1)
-    assert TowersConfig(base=base, towers=deal(26, 16), modules=(DlrmTower(dim=128, each=0, mixed=1),)).compression == (
-        26 / 16
-    )
+    assert TowersConfig(
+        base=base, towers=in_turn(26, 16), modules=(DlrmTower(dim=128, each=0, mixed=1),)
+    ).compression == (26 / 16)
 
 
 def test_parameters_and_flops_are_those_of_the_over_arch_and_of_towers_of_the_largest_size(criteo):
-    base, towers = DlrmConfig(dim=128), deal(26, 8)
+    base, towers = DlrmConfig(dim=128), in_turn(26, 8)
     task = TowersConfig(base=base, towers=towers, modules=(DlrmTower(dim=64),)).task(criteo)
     flat = dataclasses.replace(base, dim=64).task(criteo)
     assert task.dense_parameters() == flat.dense_parameters() + 8 * (128 * 64 + 64)
@@ -320,7 +320,7 @@ def test_a_partition_is_read_as_it_was_written_and_nothing_else_is(tmp_path):
 def test_dropout_of_a_tower_acts_only_with_a_key(examples):
     schema = Schema(categorical=tuple(Categorical(name=f"c{i}", rows=10) for i in range(4)), dense=("x",))
     machine = dataclasses.replace(FM, dropout=0.5, hidden=(64,))
-    config = TowersConfig(base=DLRM, towers=deal(4, 2), modules=(machine,))
+    config = TowersConfig(base=DLRM, towers=in_turn(4, 2), modules=(machine,))
     model = config.task(schema).init(nnx.Rngs(0), nn.FLOAT32)
     batch = examples(config.task(schema), dtype=np.float32)
     call = nnx.jit(lambda model, key: model(batch.embedded, batch["dense"], key=key))

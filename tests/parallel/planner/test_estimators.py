@@ -62,7 +62,7 @@ def test_whole_rows_or_slices_on_one_device(kind, columns):
 
 
 @pytest.mark.parametrize(("kind", "columns", "n"), [("row_wise", 1, 8), ("table_row_wise", 1, 4), ("grid", 2, 4)])
-def test_rows_dealt_out(kind, columns, n):
+def test_striped_rows(kind, columns, n):
     option = estimate(asked(), MACHINE, kind=kind, columns=columns, row_parts=n)
     d = 96 // columns
     row, ids = math.ceil(4 * d / 64) * 64, IDS / n
@@ -103,10 +103,10 @@ def test_data_parallel():
 
 def test_narrow_dtypes_shrink_rows_at_rest_and_on_their_way_but_not_gradients():
     wide, narrow = asked(), asked(dtype="bfloat16")
-    dealt = estimate(narrow, MACHINE, kind="row_wise", row_parts=8)
-    assert dealt.row_bytes == 2 * 96 + 4
-    assert dealt.shard.forward_comm == pytest.approx((4 + 2 * 96) * IDS / 8 * EXCHANGE)
-    assert dealt.shard.backward_comm == estimate(wide, MACHINE, kind="row_wise", row_parts=8).shard.backward_comm
+    striped = estimate(narrow, MACHINE, kind="row_wise", row_parts=8)
+    assert striped.row_bytes == 2 * 96 + 4
+    assert striped.shard.forward_comm == pytest.approx((4 + 2 * 96) * IDS / 8 * EXCHANGE)
+    assert striped.shard.backward_comm == estimate(wide, MACHINE, kind="row_wise", row_parts=8).shard.backward_comm
     pooled = estimate(narrow, MACHINE, kind="table_wise")  # sums are float32
     assert pooled.shard.forward_comm == estimate(wide, MACHINE, kind="table_wise").shard.forward_comm
 

@@ -161,7 +161,7 @@ def test_a_hot_wide_table_is_cut_and_the_report_says_why():
     assert "least work" in planned.report.tables[1].why
 
 
-def test_a_table_larger_than_a_device_is_dealt_out_though_it_costs_more():
+def test_a_table_larger_than_a_device_is_striped_though_it_costs_more():
     pairs = [table("large", 4_000_000, 16, pooling=50.0), table("small", 100, 16)]
     tables, statistics = split(pairs)
     topology = machine(8, 8, memory=100_000_000)  # a quarter of the large table

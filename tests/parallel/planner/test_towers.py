@@ -33,7 +33,7 @@ def made(count, seed=0, **changes):
     return tuple(t for t, _ in pairs), tuple(s for _, s in pairs)
 
 
-def dealt(count, towers):
+def in_turn(count, towers):
     return Partition(towers=tuple(tuple(f"t{i}_ids" for i in range(t, count, towers)) for t in range(towers)))
 
 
@@ -57,14 +57,14 @@ def host_of_tables(plan, tables, topology):
 def test_every_table_lies_on_the_host_of_its_tower(hosts, inside, towers, route):
     tables, statistics = made(20)
     topology = machine(8, inside)
-    found = planned(tables, statistics, topology, dealt(20, towers), exchange=Exchange(route=route))
-    assert sorted(map(sorted, found.plan.towers)) == sorted(map(sorted, dealt(20, towers).towers))
+    found = planned(tables, statistics, topology, in_turn(20, towers), exchange=Exchange(route=route))
+    assert sorted(map(sorted, found.plan.towers)) == sorted(map(sorted, in_turn(20, towers).towers))
     at = host_of_tables(found.plan, tables, topology)
     for t, tower in enumerate(found.plan.towers):
         for feature in tower:
             assert at[feature.removesuffix("_ids")] == {t * hosts // towers}
     if hosts == towers:  # then nothing is gained by another order
-        assert found.plan.towers == dealt(20, towers).towers
+        assert found.plan.towers == in_turn(20, towers).towers
     lines = found.report.hosts
     assert [t for line in lines for t in line.towers] == list(range(towers))
     assert max(line.max_s for line in lines) == found.report.max_s
@@ -77,35 +77,35 @@ def test_rows_in_a_host_and_pieces_of_columns_are_both_taken():
     many, _ = table("t1", 10_000, 64, pooling=64.0)
     tables = (one_hot, many)
     statistics = tuple(table(t.name, t.rows, t.dim, p)[1] for t, p in zip(tables, (1.0, 64.0), strict=True))
-    found = planned(tables, statistics, machine(8, 4), dealt(2, 2)).plan
+    found = planned(tables, statistics, machine(8, 4), in_turn(2, 2)).plan
     kinds = {entry.table: entry.kind for entry in found.tables}
     assert kinds["t1"] in ("table_row_wise", "table_column_wise")
     assert all(kind in ("table_wise", "table_row_wise", "table_column_wise") for kind in kinds.values())
 
 
 @pytest.mark.parametrize(("hosts", "seed"), [(3, 0), (2, 0), (2, 4)])
-def test_hosts_are_as_even_as_the_best_of_all_deals(hosts, seed):
-    """With several towers a host, against every way of dealing six."""
+def test_hosts_are_as_even_as_the_best_of_all_assignments(hosts, seed):
+    """With several towers a host, against every assignment of six."""
     dims = 32 * np.random.default_rng(seed).integers(1, 20, 6)
     pairs = [table(f"t{i}", 1000, int(dim)) for i, dim in enumerate(dims)]
     tables, statistics = tuple(t for t, _ in pairs), tuple(s for _, s in pairs)
-    topology, towers, each = machine(6, 6 // hosts), dealt(6, 6), 6 // hosts
+    topology, towers, each = machine(6, 6 // hosts), in_turn(6, 6), 6 // hosts
 
     def rows(t, **more):
         return TableConstraints(table=f"t{t}", kinds=("table_row_wise",), **more)
 
     found = planned(tables, statistics, topology, towers, tuple(map(rows, range(6))))
     busiest = max(line.mean_s for line in found.report.hosts)
-    deals = []
+    every = []
     for order in itertools.permutations(range(6)):
         parts = [order[i : i + each] for i in range(0, 6, each)]
         if parts == sorted(map(tuple, map(sorted, parts))):
             fixed = tuple(rows(t, host=h) for h, part in enumerate(parts) for t in part)
             lines = planned(tables, statistics, topology, None, fixed).report.hosts
-            deals.append(max(line.mean_s for line in lines))
-    assert len(deals) == {3: 15, 2: 10}[hosts]
-    assert busiest <= min(deals) * 1.001
-    assert max(deals) > min(deals) * 1.1
+            every.append(max(line.mean_s for line in lines))
+    assert len(every) == {3: 15, 2: 10}[hosts]
+    assert busiest <= min(every) * 1.001
+    assert max(every) > min(every) * 1.1
 
 
 def test_a_table_can_be_held_to_a_host_or_to_any_one():
@@ -124,7 +124,7 @@ def test_a_tower_goes_to_the_host_that_one_of_its_tables_names():
     tables, statistics = made(8)
     topology = machine(8, 2)
     limits = (TableConstraints(table="t0", host=3),)
-    found = planned(tables, statistics, topology, dealt(8, 4), limits)
+    found = planned(tables, statistics, topology, in_turn(8, 4), limits)
     at = host_of_tables(found.plan, tables, topology)
     assert at["t0"] == at["t4"] == {3}
     assert found.plan.towers[3] == ("t0_ids", "t4_ids")
@@ -133,8 +133,8 @@ def test_a_tower_goes_to_the_host_that_one_of_its_tables_names():
 def test_equal_input_gives_equal_plans_of_towers_in_any_order():
     tables, statistics = made(12)
     topology = machine(8, 4)
-    first = planned(tables, statistics, topology, dealt(12, 4))
-    again = planned(tables[::-1], statistics[::-1], topology, dealt(12, 4))
+    first = planned(tables, statistics, topology, in_turn(12, 4))
+    again = planned(tables[::-1], statistics[::-1], topology, in_turn(12, 4))
     assert {e.table: e for e in first.plan.tables} == {e.table: e for e in again.plan.tables}
     assert first.plan.towers == again.plan.towers
 
@@ -142,7 +142,7 @@ def test_equal_input_gives_equal_plans_of_towers_in_any_order():
 def test_the_engine_looks_every_table_up_on_the_host_of_its_tower():
     """Its features go by way of the device of their host, and none by rows or from everywhere."""
     tables, statistics = made(8)
-    found = planned(tables, statistics, machine(8, 4), dealt(8, 4))
+    found = planned(tables, statistics, machine(8, 4), in_turn(8, 4))
     on = EmbeddingCollection(
         tables=tables, mesh=meshes.make_mesh(MeshShape(replica=2, fsdp=4)), plan=found.plan, exchange=TWO_LEVEL
     )
@@ -213,7 +213,7 @@ def test_pooling_in_the_host_makes_rows_of_one_host_cheaper_than_rows_of_all():
     assert comm["table_row_wise", "two_level"] < comm["table_row_wise", "flat"] / 5
 
 
-FOUR = dealt(8, 4)
+FOUR = in_turn(8, 4)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ FOUR = dealt(8, 4)
     [
         (FOUR, (), machine(9, 3), r"got 4 towers and replica=3\. Take replica=1 or 2 or 4 "),
         (FOUR, (), machine(8, 1), "got 4 towers and replica=8"),
-        (dealt(6, 2), (), machine(), "t6_ids, t7_ids are in none. Set --towers"),
-        (dealt(9, 2), (), machine(), "t8_ids are not in the data"),
+        (in_turn(6, 2), (), machine(), "t6_ids, t7_ids are in none. Set --towers"),
+        (in_turn(9, 2), (), machine(), "t8_ids are not in the data"),
         (
             FOUR,
             (TableConstraints(table="t0", host=0), TableConstraints(table="t4", host=1)),
@@ -287,15 +287,15 @@ WISE = [TablePlan(table=f"t{i}", kind="table_wise", ranks=(4 * (i % 2),)) for i 
 )
 def test_a_plan_whose_towers_are_not_on_their_hosts_is_refused(entries, towers, per_host, said):
     tables, _ = made(4)
-    plan = ShardingPlan(tables=tuple(entries), towers=dealt(4, towers).towers)
+    plan = ShardingPlan(tables=tuple(entries), towers=in_turn(4, towers).towers)
     with pytest.raises(PlanRefused, match=said):
         place(tables, plan, devices=8, devices_per_host=per_host)
 
 
 def test_a_plan_of_towers_is_built_where_they_are_on_their_hosts():
     tables, _ = made(4)
-    plan = ShardingPlan(tables=tuple(WISE), towers=dealt(4, 2).towers)
+    plan = ShardingPlan(tables=tuple(WISE), towers=in_turn(4, 2).towers)
     for per_host in (4, 8):
         assert place(tables, plan, devices=8, devices_per_host=per_host)
     with pytest.raises(UserError, match=r"t4_ids are not in the data\. Set tables\.sharding"):
-        place(tables, dataclasses.replace(plan, towers=dealt(5, 2).towers), devices=8, devices_per_host=4)
+        place(tables, dataclasses.replace(plan, towers=in_turn(5, 2).towers), devices=8, devices_per_host=4)

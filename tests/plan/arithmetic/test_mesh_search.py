@@ -80,7 +80,7 @@ def test_meshes_are_all_ways_to_write_the_devices_as_a_product():
     assert all(m.replica % 2 == 0 for m in two)  # only this axis may cross slices
 
 
-def test_experts_are_dealt_out_over_as_many_devices_as_divide_them():
+def test_experts_are_spread_over_as_many_devices_as_divide_them():
     found = list(mesh_search.meshes(V6E, experts=12))
     assert {mesh.expert for mesh in found} == {1, 2, 4}
     assert len(found) == len({dataclasses.astuple(mesh) for mesh in found}) == 35 + 20 + 10  # of 16, 8 and 4 devices

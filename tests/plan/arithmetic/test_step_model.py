@@ -311,7 +311,7 @@ def test_state_at_rest_is_cut_by_every_axis_that_shards_it():
     assert resting(fsdp=2, stage=4) == tuple(-(-staged // 2) * size for size in (4, 8, 4))
 
 
-def test_experts_are_dealt_out_over_their_axis():
+def test_experts_are_spread_over_their_axis():
     training = Training(batch=64, sequence=128, mesh=MeshShape(fsdp=2, expert=4))
     dense = EXPERTS.parameters - 4 * 8 * 3 * 64 * 128
     found = step_model.memory_of_device(EXPERTS, training, devices=8)

@@ -92,8 +92,8 @@ def test_the_loss_at_two_hosts_is_not_a_matter_of_bandwidth():
 
 def test_compressions_are_those_of_the_papers_modules():
     def towers(base, count, *modules):
-        dealt = Partition(towers=tuple(tuple(f"c{i}" for i in range(t, 26, count)) for t in range(count)))
-        return TowersConfig(base=base, towers=dealt, modules=modules).compression
+        partition = Partition(towers=tuple(tuple(f"c{i}" for i in range(t, 26, count)) for t in range(count)))
+        return TowersConfig(base=base, towers=partition, modules=modules).compression
 
     for count, (_, compression) in DLRM.towers.items():
         module = DlrmTower(dim=128, each=0, mixed=1) if count == 16 else DlrmTower(dim=64)

@@ -72,12 +72,12 @@ class Movable(OneBit):
     """The same with a rule: residuals of devices that are gone go to those that are left; new ones begin with none."""
 
     def resized(self, path, state, devices):
-        def dealt(residual):
+        def folded(residual):
             new = np.zeros((devices, *residual.shape[1:]), residual.dtype)
             np.add.at(new, np.arange(len(residual)) % devices, residual)
             return new
 
-        return jax.tree.map(dealt, state)
+        return jax.tree.map(folded, state)
 
     def rescaled(self, state, factor):
         return jax.tree.map(lambda residual: residual * factor.astype(residual.dtype), state)

@@ -222,12 +222,12 @@ EQUAL = tuple(Categorical(name=f"c{i}", rows=64) for i in range(8))
 def compiled(rows, hosts, form, module, width=16):
     """A step in float32 over towers of equal size, its collectives and the bytes of a device's vectors."""
     each = 8 // hosts
-    dealt = tuple(tuple(f.name for f in EQUAL[t * each : (t + 1) * each]) for t in range(hosts))
+    partition = tuple(tuple(f.name for f in EQUAL[t * each : (t + 1) * each]) for t in range(hosts))
     base = DlrmConfig(dim=width, bottom_hidden=(6,), top_hidden=(7,))
     experiment = over_towers(
         rows,
         2,
-        model=TowersConfig(base=base, towers=Partition(towers=dealt), modules=module),
+        model=TowersConfig(base=base, towers=Partition(towers=partition), modules=module),
         data__categorical=EQUAL,
         precision=Precision(),
         tables__dtype=None,

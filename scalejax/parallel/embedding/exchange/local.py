@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.kernels.embedding_bag import xla
-from scalejax.parallel.embedding.exchange import journeys, wire
-from scalejax.parallel.embedding.exchange.journeys import Journey
+from scalejax.parallel.embedding.exchange import coroutines, wire
+from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.embedding.ids.occurrences import Lookup, summation_order
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
@@ -141,14 +141,14 @@ Direction = Literal["to owners", "to senders"]
 Hop = Literal["all", "between hosts", "within hosts"]
 
 
-def carry(here: LocalStack, blocks: jax.Array, direction: Direction) -> Journey[jax.Array]:
+def carry(here: LocalStack, blocks: jax.Array, direction: Direction) -> ExchangeCoroutine[jax.Array]:
     """Vectors [N, ..., D] as `swap` moves them, in the formats of the exchange."""
     for hop in hops(here, direction):
         blocks = yield from carry_hop(here, blocks, hop, direction)
     return blocks
 
 
-def carry_hop(here: LocalStack, blocks: jax.Array, hop: Hop, direction: Direction) -> Journey[jax.Array]:
+def carry_hop(here: LocalStack, blocks: jax.Array, hop: Hop, direction: Direction) -> ExchangeCoroutine[jax.Array]:
     """Vectors as `move` moves them, in the format of the hop."""
     exchange = here.exchange
     form, scale = (exchange.forward, 1.0) if direction == "to senders" else (exchange.backward, exchange.loss_scale)
@@ -157,7 +157,7 @@ def carry_hop(here: LocalStack, blocks: jax.Array, hop: Hop, direction: Directio
     return wire.carry(blocks, form, functools.partial(move, here, hop), loss_scale=scale)
 
 
-def swap(here: LocalStack, blocks: jax.Array, direction: Direction) -> Journey[jax.Array]:
+def swap(here: LocalStack, blocks: jax.Array, direction: Direction) -> ExchangeCoroutine[jax.Array]:
     """[N, ...]: block n goes to device n, and that of device n comes."""
     for hop in hops(here, direction):
         blocks = yield from move(here, hop, blocks)
@@ -173,7 +173,7 @@ def hops(here: LocalStack, direction: Direction) -> tuple[Hop, ...]:
     return both if direction == "to owners" else both[::-1]
 
 
-def move(here: LocalStack, hop: Hop, blocks: jax.Array) -> Journey[jax.Array]:
+def move(here: LocalStack, hop: Hop, blocks: jax.Array) -> ExchangeCoroutine[jax.Array]:
     """A part of the way of `swap`, all of it by way of both hops in either order.
 
     Args:
@@ -185,19 +185,19 @@ def move(here: LocalStack, hop: Hop, blocks: jax.Array) -> Journey[jax.Array]:
     """
     axes, inside, tail = here.axes.route_axes, here.stack.in_host, blocks.shape[2:]
     if hop == "all":
-        return (yield from journeys.send(axes, blocks))
+        return (yield from coroutines.send(axes, blocks))
     if hop == "between hosts":
         came = yield from between_hosts(blocks.reshape(here.stack.hosts, -1, *tail))
         return came.reshape(blocks.shape)
     by_device = blocks.reshape(-1, inside, *blocks.shape[1:]).swapaxes(0, 1)  # L hosts size ...
     within = tuple(name for name in axes if name != "replica")
-    came = yield from journeys.send(within, by_device.reshape(inside, -1, *tail))
+    came = yield from coroutines.send(within, by_device.reshape(inside, -1, *tail))
     return came.reshape(by_device.shape).swapaxes(0, 1).reshape(blocks.shape)
 
 
-def between_hosts(blocks: jax.Array) -> Journey[jax.Array]:
+def between_hosts(blocks: jax.Array) -> ExchangeCoroutine[jax.Array]:
     """[T, size, ...]: block t goes to this device's peer on host t, and that of the peer comes."""
-    return journeys.send(("replica",), blocks)
+    return coroutines.send(("replica",), blocks)
 
 
 def in_blocks(here: LocalStack, flat: jax.Array) -> jax.Array:

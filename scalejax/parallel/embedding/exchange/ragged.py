@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.exchange.journeys import Journey, send
+from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine, send
 
 PLATFORMS = ("tpu", "gpu", "cuda", "rocm")
 """Where XLA has the collective."""
@@ -59,7 +59,7 @@ def slots_for(occurrences: int, devices: int) -> int:
     return _aligned(occurrences) + devices * GRANULE
 
 
-def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> Journey[RaggedSplits]:
+def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> ExchangeCoroutine[RaggedSplits]:
     """The splits of an exchange: what each device wants to send, as far as its receivers have room.
 
     Args:

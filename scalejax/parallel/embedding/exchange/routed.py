@@ -21,7 +21,7 @@ there again.
 
 With `Exchange.route="two_level"` everything travels in two hops, between hosts and within them, see `local.hops`.
 
-Functions that exchange are journeys (see `journeys`), so that all channels of all stacks travel together.
+Functions that exchange are coroutines (see `coroutines`), so that all channels of all stacks travel together.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.quantized import products
 from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.exchange import ragged, through_hosts, wire
-from scalejax.parallel.embedding.exchange.journeys import Journey, together
+from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine, together
 from scalejax.parallel.embedding.exchange.local import (
     SLACK,
     ByDevice,
@@ -133,7 +133,7 @@ def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange)
     return max(map(min, wanted, most))
 
 
-def route(here: LocalStack) -> "Journey[tuple[Route, Int32[Array, '2']]]":
+def route(here: LocalStack) -> "ExchangeCoroutine[tuple[Route, Int32[Array, '2']]]":
     """Sends the ids of one stack to their owners.
 
     Returns:
@@ -143,7 +143,7 @@ def route(here: LocalStack) -> "Journey[tuple[Route, Int32[Array, '2']]]":
     lost = sum((lost_slots(shard, look) for look in found), jnp.zeros((), jnp.int32))
     where = {look: addresses(shard, look, stack.devices, stack.local_rows) for look in found}
     bad = sum((bad for _, _, bad in where.values()), jnp.zeros((), jnp.int32))
-    journeys: list[Journey[tuple[Route, jax.Array | int]]] = []
+    coroutines: list[ExchangeCoroutine[tuple[Route, jax.Array | int]]] = []
     if here.by_rows:
         device = jnp.concatenate([where[look][0] for look in here.by_rows])
         row = jnp.concatenate([where[look][1] for look in here.by_rows])
@@ -152,34 +152,34 @@ def route(here: LocalStack) -> "Journey[tuple[Route, Int32[Array, '2']]]":
             return Route(row, order), jnp.stack([bad, lost])
         found = ByDevice.sort(device, order, stack.devices)
         if here.exchange.all_to_all == "padded":
-            journeys.append(_send_ids(here, found, row))
+            coroutines.append(_send_ids(here, found, row))
         else:
-            journeys.append(_send_runs(here, found, row))
+            coroutines.append(_send_runs(here, found, row))
     if here.by_bags:
-        journeys.append(_send_bags(here, {look: where[look][1] for look in here.by_bags}))
+        coroutines.append(_send_bags(here, {look: where[look][1] for look in here.by_bags}))
     if here.by_host:
-        journeys.append(_send_through_hosts(here, {look: where[look][:2] for look in here.by_host}))
-    ways, without_room = zip(*(yield from together(journeys)), strict=True)
+        coroutines.append(_send_through_hosts(here, {look: where[look][:2] for look in here.by_host}))
+    ways, without_room = zip(*(yield from together(coroutines)), strict=True)
     return _joined(ways), jnp.stack([bad, sum(without_room, lost)])
 
 
 def fetch(
     here: LocalStack, table: "Float[Array, 'rows dim'] | UInt32[Array, 'rows words']", way: Route
-) -> "Journey[list[Float[Array, 'bags *positions dim']]]":
+) -> "ExchangeCoroutine[list[Float[Array, 'bags *positions dim']]]":
     """What the model sees of every feature, per lookup: float[b, dim], or [b, positions, dim] for pooling "none"."""
     stack, (arrivals, last) = here.stack, way.ends
     if stack.devices == 1:
         # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
         rows = [read(table, way.arrived[look.part], stack).astype(stack.wide_dtype) for look in here.lookups]
         return [pool(here.shard, look, own, here.zero) for look, own in zip(here.lookups, rows, strict=True)]
-    journeys: list[Journey[dict[Lookup, jax.Array]]] = []
+    coroutines: list[ExchangeCoroutine[dict[Lookup, jax.Array]]] = []
     if here.by_rows:
-        journeys.append(_fetch_rows(here, read(table, way.arrived[:arrivals], stack), way))
+        coroutines.append(_fetch_rows(here, read(table, way.arrived[:arrivals], stack), way))
     if here.by_bags:
-        journeys.append(_fetch_bags(here, pool_bags(here, table, way)))
+        coroutines.append(_fetch_bags(here, pool_bags(here, table, way)))
     if way.through is not None:
-        journeys.append(through_hosts.fetch(here, read(table, way.arrived[last:], stack), way.through))
-    results = _merged((yield from together(journeys)))
+        coroutines.append(through_hosts.fetch(here, read(table, way.arrived[last:], stack), way.through))
+    results = _merged((yield from together(coroutines)))
     return [results[look] for look in here.lookups]
 
 
@@ -214,51 +214,51 @@ def read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
 
 def return_grads(
     here: LocalStack, grads: Sequence["Float[Array, 'bags *positions dim']"], way: Route
-) -> "Journey[Float[Array, 'arrivals dim']]":
+) -> "ExchangeCoroutine[Float[Array, 'arrivals dim']]":
     """The gradient of `fetch`: per lookup -> float[A, dim], one for every arrival, beside `way.arrived`."""
     of = dict(zip(here.lookups, grads, strict=True))
-    journeys: list[Journey[jax.Array]] = []
+    coroutines: list[ExchangeCoroutine[jax.Array]] = []
     if here.by_rows:
         occurrences = jnp.concatenate([unpool(here.shard, look, of[look], here.zero) for look in here.by_rows])
         if way.inverse is None:
             return occurrences
         sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
-        journeys.append(_carry_rows(here, sent, way, "to owners"))
+        coroutines.append(_carry_rows(here, sent, way, "to owners"))
     if here.by_bags:
-        journeys.append(_return_bags(here, of, way))
+        coroutines.append(_return_bags(here, of, way))
     if way.through is not None:
-        journeys.append(through_hosts.return_grads(here, of, way.through))
-    return _end_to_end((yield from together(journeys)))
+        coroutines.append(through_hosts.return_grads(here, of, way.through))
+    return _end_to_end((yield from together(coroutines)))
 
 
-def to_senders(here: LocalStack, values: jax.Array, way: Route) -> Journey[dict[Lookup, jax.Array]]:
+def to_senders(here: LocalStack, values: jax.Array, way: Route) -> ExchangeCoroutine[dict[Lookup, jax.Array]]:
     """[A, ...] at the owners -> what belongs to every slot of each feature, at the devices that hold the examples."""
     if here.stack.devices == 1:
         return {look: values[look.part] for look in here.lookups}
     arrivals, last = way.ends
-    journeys: list[Journey[dict[Lookup, jax.Array]]] = []
+    coroutines: list[ExchangeCoroutine[dict[Lookup, jax.Array]]] = []
     if way.slots is not None:
-        journeys.append(_rows_to_senders(here, values[:arrivals], way))
+        coroutines.append(_rows_to_senders(here, values[:arrivals], way))
     if here.by_bags:
-        journeys.append(_bags_to_senders(here, values[arrivals:last]))
+        coroutines.append(_bags_to_senders(here, values[arrivals:last]))
     if way.through is not None:
-        journeys.append(through_hosts.to_senders(here, values[last:], way.through))
-    return _merged((yield from together(journeys)))
+        coroutines.append(through_hosts.to_senders(here, values[last:], way.through))
+    return _merged((yield from together(coroutines)))
 
 
-def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: Route) -> Journey[jax.Array]:
+def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: Route) -> ExchangeCoroutine[jax.Array]:
     """The inverse of `to_senders`: one value a slot of each feature -> [A, ...]; zeros where nothing arrived."""
     if here.stack.devices == 1:
         return jnp.concatenate([values[look] for look in here.lookups])
-    journeys: list[Journey[jax.Array]] = []
+    coroutines: list[ExchangeCoroutine[jax.Array]] = []
     if way.inverse is not None:
         occurrences = jnp.concatenate([values[look] for look in here.by_rows])
-        journeys.append(_forth(here, occurrences.at[way.inverse].get(mode="fill", fill_value=0), way))
+        coroutines.append(_forth(here, occurrences.at[way.inverse].get(mode="fill", fill_value=0), way))
     if here.by_bags:
-        journeys.append(_bags_to_owners(here, {look: values[look] for look in here.by_bags}))
+        coroutines.append(_bags_to_owners(here, {look: values[look] for look in here.by_bags}))
     if way.through is not None:
-        journeys.append(through_hosts.to_owners(here, values, way.through))
-    return _end_to_end((yield from together(journeys)))
+        coroutines.append(through_hosts.to_owners(here, values, way.through))
+    return _end_to_end((yield from together(coroutines)))
 
 
 def _merged(parts: Sequence[dict[Lookup, jax.Array]]) -> dict[Lookup, jax.Array]:
@@ -269,7 +269,7 @@ def _end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _fetch_rows(here: LocalStack, rows: jax.Array, way: Route) -> Journey[dict[Lookup, jax.Array]]:
+def _fetch_rows(here: LocalStack, rows: jax.Array, way: Route) -> ExchangeCoroutine[dict[Lookup, jax.Array]]:
     assert way.slots is not None
     rows, results = (yield from _carry_rows(here, rows, way, "to senders")), {}
     for look in here.by_rows:
@@ -278,7 +278,7 @@ def _fetch_rows(here: LocalStack, rows: jax.Array, way: Route) -> Journey[dict[L
     return results
 
 
-def _fetch_bags(here: LocalStack, sums: jax.Array) -> Journey[dict[Lookup, jax.Array]]:
+def _fetch_bags(here: LocalStack, sums: jax.Array) -> ExchangeCoroutine[dict[Lookup, jax.Array]]:
     sums, results = (yield from carry(here, sums, "to senders")), {}
     for look in here.by_bags:
         bags = sums[_owner(look), look.bag : look.bag + look.feature.bags]
@@ -286,31 +286,31 @@ def _fetch_bags(here: LocalStack, sums: jax.Array) -> Journey[dict[Lookup, jax.A
     return results
 
 
-def _return_bags(here: LocalStack, of: dict[Lookup, jax.Array], way: Route) -> Journey[jax.Array]:
+def _return_bags(here: LocalStack, of: dict[Lookup, jax.Array], way: Route) -> ExchangeCoroutine[jax.Array]:
     shares = {look: average(here.shard, look, of[look], here.zero) for look in here.by_bags}
     blocks = arrange(shares, here.stack.devices, _owner, lambda look: look.bag, most_bags(here.by_bags), 0)
     bags = yield from carry(here, blocks, "to owners")
     return unpool_bags(here, bags, way)
 
 
-def _rows_to_senders(here: LocalStack, values: jax.Array, way: Route) -> Journey[dict[Lookup, jax.Array]]:
+def _rows_to_senders(here: LocalStack, values: jax.Array, way: Route) -> ExchangeCoroutine[dict[Lookup, jax.Array]]:
     assert way.slots is not None
     flat = yield from _back(here, values, way)
     return {look: flat.at[way.slots[look.part]].get(mode="fill", fill_value=0) for look in here.by_rows}
 
 
-def _bags_to_senders(here: LocalStack, values: jax.Array) -> Journey[dict[Lookup, jax.Array]]:
+def _bags_to_senders(here: LocalStack, values: jax.Array) -> ExchangeCoroutine[dict[Lookup, jax.Array]]:
     blocks = yield from swap(here, in_blocks(here, values), "to senders")
     return {look: blocks[_owner(look), look.part] for look in here.by_bags}
 
 
-def _bags_to_owners(here: LocalStack, values: dict[Lookup, jax.Array]) -> Journey[jax.Array]:
+def _bags_to_owners(here: LocalStack, values: dict[Lookup, jax.Array]) -> ExchangeCoroutine[jax.Array]:
     blocks = arrange(values, here.stack.devices, _owner, lambda look: look.occurrence, most_slots(values), 0)
     arrived = yield from swap(here, blocks, "to owners")
     return arrived.reshape(-1, *blocks.shape[2:])
 
 
-def _send_ids(here: LocalStack, found: ByDevice, row: jax.Array) -> Journey[tuple[Route, jax.Array | int]]:
+def _send_ids(here: LocalStack, found: ByDevice, row: jax.Array) -> ExchangeCoroutine[tuple[Route, jax.Array | int]]:
     stack, count = here.stack, row.shape[0]
     devices, capacity = stack.devices, bucket_capacity(stack, here.lookups, here.exchange)
     ranks = found.ranks
@@ -326,7 +326,7 @@ def _send_ids(here: LocalStack, found: ByDevice, row: jax.Array) -> Journey[tupl
     return Route(arrived.reshape(-1), None, slots, inverse.reshape(-1)), lost
 
 
-def _send_runs(here: LocalStack, found: ByDevice, row: jax.Array) -> Journey[tuple[Route, jax.Array | int]]:
+def _send_runs(here: LocalStack, found: ByDevice, row: jax.Array) -> ExchangeCoroutine[tuple[Route, jax.Array | int]]:
     stack, count, axes = here.stack, row.shape[0], here.axes.route_axes
     capacity = bucket_capacity(stack, here.lookups, here.exchange)
     wanted = found.starts[1:] - found.starts[:-1]
@@ -344,7 +344,7 @@ def _send_runs(here: LocalStack, found: ByDevice, row: jax.Array) -> Journey[tup
     return way, (wanted - runs.sizes).sum(dtype=jnp.int32)
 
 
-def _send_bags(here: LocalStack, rows: dict[Lookup, jax.Array]) -> Journey[tuple[Route, jax.Array | int]]:
+def _send_bags(here: LocalStack, rows: dict[Lookup, jax.Array]) -> ExchangeCoroutine[tuple[Route, jax.Array | int]]:
     stack, shard = here.stack, here.shard
     slots, vectors = most_slots(rows), most_bags(rows)
 
@@ -378,7 +378,7 @@ def _send_bags(here: LocalStack, rows: dict[Lookup, jax.Array]) -> Journey[tuple
 
 def _send_through_hosts(
     here: LocalStack, where: dict[Lookup, tuple[jax.Array, jax.Array]]
-) -> Journey[tuple[Route, jax.Array | int]]:
+) -> ExchangeCoroutine[tuple[Route, jax.Array | int]]:
     arrived, sequence, through, without_room = yield from through_hosts.send(here, where)
     return Route(arrived, sequence, through=through), without_room
 
@@ -408,7 +408,7 @@ def _owner(look: Lookup) -> int:
     return look.member.ranks[0]
 
 
-def _forth(here: LocalStack, values: jax.Array, way: Route) -> Journey[jax.Array]:
+def _forth(here: LocalStack, values: jax.Array, way: Route) -> ExchangeCoroutine[jax.Array]:
     """[slots, ...] at the senders -> [arrivals of "rows", ...] at the owners; zeros where nothing arrived."""
     if way.runs is None:
         arrived = yield from swap(here, in_blocks(here, values), "to owners")
@@ -416,7 +416,7 @@ def _forth(here: LocalStack, values: jax.Array, way: Route) -> Journey[jax.Array
     return ragged.to_owners(values, way.runs, room=way.ends[0], fill=0, axes=here.axes.route_axes)
 
 
-def _back(here: LocalStack, values: jax.Array, way: Route) -> Journey[jax.Array]:
+def _back(here: LocalStack, values: jax.Array, way: Route) -> ExchangeCoroutine[jax.Array]:
     """The inverse of `_forth`."""
     if way.runs is None:
         arrived = yield from swap(here, in_blocks(here, values), "to senders")
@@ -425,7 +425,7 @@ def _back(here: LocalStack, values: jax.Array, way: Route) -> Journey[jax.Array]
     return ragged.to_senders(values, way.runs, count=way.inverse.shape[0], axes=here.axes.route_axes)
 
 
-def _carry_rows(here: LocalStack, vectors: jax.Array, way: Route, direction: Direction) -> Journey[jax.Array]:
+def _carry_rows(here: LocalStack, vectors: jax.Array, way: Route, direction: Direction) -> ExchangeCoroutine[jax.Array]:
     """Vectors of the "rows" channel, [slots or arrivals, D], in the formats of the exchange."""
     exchange = here.exchange
     if way.runs is None:

@@ -22,7 +22,7 @@ from jax import lax
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import xla
 from scalejax.numerics.rounding import rounded
-from scalejax.parallel.embedding.exchange.journeys import Journey
+from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine
 from scalejax.parallel.embedding.exchange.local import (
     SLACK,
     ByDevice,
@@ -76,7 +76,7 @@ def capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> int
 
 def send(
     here: LocalStack, where: dict[Lookup, tuple[jax.Array, jax.Array]]
-) -> Journey[tuple[jax.Array, jax.Array, HostRoute, jax.Array]]:
+) -> ExchangeCoroutine[tuple[jax.Array, jax.Array, HostRoute, jax.Array]]:
     """Sends ids to the devices of their host by way of the peer there.
 
     Args:
@@ -133,7 +133,7 @@ def send(
     return arrived[:, 0].reshape(-1), sequence, way, lost
 
 
-def fetch(here: LocalStack, rows: jax.Array, way: HostRoute) -> Journey[dict[Lookup, jax.Array]]:
+def fetch(here: LocalStack, rows: jax.Array, way: HostRoute) -> ExchangeCoroutine[dict[Lookup, jax.Array]]:
     """float[L * K, dim] of what arrived -> the pooled vectors of each feature, where the examples are."""
     sums = yield from pool(here, rows, way)
     sums = yield from carry_hop(here, sums, "between hosts", "to senders")  # T V dim
@@ -145,7 +145,7 @@ def fetch(here: LocalStack, rows: jax.Array, way: HostRoute) -> Journey[dict[Loo
     }
 
 
-def pool(here: LocalStack, rows: jax.Array, way: HostRoute) -> Journey[jax.Array]:
+def pool(here: LocalStack, rows: jax.Array, way: HostRoute) -> ExchangeCoroutine[jax.Array]:
     """float[L * K, dim] of what arrived -> float[T, V, dim] between the hops: sums of bags of the peer on each host."""
     stack, hosts = here.stack, here.stack.hosts
     blocks = rows.reshape(stack.in_host, -1, stack.dim)
@@ -156,7 +156,7 @@ def pool(here: LocalStack, rows: jax.Array, way: HostRoute) -> Journey[jax.Array
     return ops.pool_rows(own, way.bags, hosts * most_bags(here.by_host)).reshape(hosts, -1, stack.dim)
 
 
-def return_grads(here: LocalStack, of: dict[Lookup, jax.Array], way: HostRoute) -> Journey[jax.Array]:
+def return_grads(here: LocalStack, of: dict[Lookup, jax.Array], way: HostRoute) -> ExchangeCoroutine[jax.Array]:
     """The gradient of `fetch`: float[L * K, dim], one for every arrival."""
     stack = here.stack
     shares = {look: average(here.shard, look, of[look], here.zero) for look in here.by_host}
@@ -168,7 +168,7 @@ def return_grads(here: LocalStack, of: dict[Lookup, jax.Array], way: HostRoute) 
     return (yield from unpool(here, bags, way))
 
 
-def unpool(here: LocalStack, bags: jax.Array, way: HostRoute) -> Journey[jax.Array]:
+def unpool(here: LocalStack, bags: jax.Array, way: HostRoute) -> ExchangeCoroutine[jax.Array]:
     """The gradient of `pool`: float[T, V, dim] -> float[L * K, dim], one for every arrival."""
     stack = here.stack
     slots = bags.reshape(-1, stack.dim).at[way.bags].get(mode="fill", fill_value=0)
@@ -179,7 +179,7 @@ def unpool(here: LocalStack, bags: jax.Array, way: HostRoute) -> Journey[jax.Arr
     return came.reshape(-1, stack.dim)
 
 
-def to_senders(here: LocalStack, values: jax.Array, way: HostRoute) -> Journey[dict[Lookup, jax.Array]]:
+def to_senders(here: LocalStack, values: jax.Array, way: HostRoute) -> ExchangeCoroutine[dict[Lookup, jax.Array]]:
     """As `routed.to_senders`, of what arrived through hosts."""
     stack, tail = here.stack, values.shape[1:]
     came = yield from move(here, "within hosts", values.reshape(stack.in_host, -1, *tail))
@@ -188,7 +188,7 @@ def to_senders(here: LocalStack, values: jax.Array, way: HostRoute) -> Journey[d
     return {look: blocks[host_of(stack, look), look.part] for look in here.by_host}
 
 
-def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: HostRoute) -> Journey[jax.Array]:
+def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: HostRoute) -> ExchangeCoroutine[jax.Array]:
     """As `routed.to_owners`, of what arrived through hosts."""
     stack = here.stack
     parts = {look: values[look] for look in here.by_host}

@@ -16,7 +16,7 @@ from jax import lax
 
 from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.exchange import routed, through_hosts
-from scalejax.parallel.embedding.exchange.journeys import Journey, together
+from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine, together
 from scalejax.parallel.embedding.exchange.local import LocalStack, between_hosts, carry_hop, most_bags
 from scalejax.parallel.embedding.ids.occurrences import Lookup, host_of, shares
 from scalejax.parallel.embedding.plan.placement import PlanRefused
@@ -89,21 +89,23 @@ def check(stacks: Sequence[Stack], towers: HostTowers) -> None:
         raise ValueError(f"to_towers: tables must have one width; got {widths}.")
 
 
-def fetch(stacks: Sequence[tuple[LocalStack, jax.Array, routed.Route]], towers: HostTowers) -> Journey[jax.Array]:
+def fetch(
+    stacks: Sequence[tuple[LocalStack, jax.Array, routed.Route]], towers: HostTowers
+) -> ExchangeCoroutine[jax.Array]:
     """float[b, H * K, F, N] of `HalfWay.vectors`, of (stack, its rows here, route of its ids)."""
-    journeys: dict[tuple[str, str], Journey[jax.Array]] = {}
+    coroutines: dict[tuple[str, str], ExchangeCoroutine[jax.Array]] = {}
     for here, table, way in stacks:
         name, last = here.stack.name, way.ends[1]
         if here.by_bags:
             bags = routed.pool_bags(here, table, way)
-            journeys[name, "bags"] = carry_hop(here, bags, "within hosts", "to senders")
+            coroutines[name, "bags"] = carry_hop(here, bags, "within hosts", "to senders")
         if way.through is not None:
             rows = routed.read(table, way.arrived[last:], here.stack)
-            journeys[name, "host"] = through_hosts.pool(here, rows, way.through)
-    came = yield from together([*journeys.values()])
+            coroutines[name, "host"] = through_hosts.pool(here, rows, way.through)
+    came = yield from together([*coroutines.values()])
     found = [here for here, _, _ in stacks]
     of = {here.stack.name: here for here in found}
-    pooled: Pooled = {key: _units(of[key[0]], x) for key, x in zip(journeys, came, strict=True)}
+    pooled: Pooled = {key: _units(of[key[0]], x) for key, x in zip(coroutines, came, strict=True)}
     width = max(look.member.config.dim for here in found for look in here.lookups)
     host, filled = lax.axis_index("replica"), None
     for key, columns, places in _places(found, towers):
@@ -123,7 +125,7 @@ def fetch(stacks: Sequence[tuple[LocalStack, jax.Array, routed.Route]], towers: 
     return vectors.reshape(vectors.shape[0], -1, *vectors.shape[3:])
 
 
-def pooled_grads(stacks: Sequence[LocalStack], grads: jax.Array, towers: HostTowers) -> Journey[Pooled]:
+def pooled_grads(stacks: Sequence[LocalStack], grads: jax.Array, towers: HostTowers) -> ExchangeCoroutine[Pooled]:
     """The gradient of the filling in `fetch`: float[b, H * K, F, N] -> gradients of the pooled vectors."""
     vectors = grads.reshape(grads.shape[0], towers.hosts, -1, grads.shape[-1]).transpose(1, 2, 0, 3)  # H K*F b N
     vectors = vectors.astype(stacks[0].stack.wide_dtype)
@@ -140,21 +142,21 @@ def pooled_grads(stacks: Sequence[LocalStack], grads: jax.Array, towers: HostTow
     return found
 
 
-def return_grads(here: LocalStack, pooled: Pooled, way: routed.Route) -> Journey[jax.Array]:
+def return_grads(here: LocalStack, pooled: Pooled, way: routed.Route) -> ExchangeCoroutine[jax.Array]:
     """As `routed.return_grads`, from gradients of the pooled vectors between the hops."""
     stack = here.stack
-    journeys: list[Journey[jax.Array]] = []
+    coroutines: list[ExchangeCoroutine[jax.Array]] = []
     if here.by_bags:
         bags = pooled[stack.name, "bags"].reshape(stack.devices, -1, stack.dim)
-        journeys.append(_return_bags(here, bags, way))
+        coroutines.append(_return_bags(here, bags, way))
     if way.through is not None:
         units = pooled[stack.name, "host"]
-        journeys.append(through_hosts.unpool(here, units.reshape(stack.hosts, -1, stack.dim), way.through))
-    parts = yield from together(journeys)
+        coroutines.append(through_hosts.unpool(here, units.reshape(stack.hosts, -1, stack.dim), way.through))
+    parts = yield from together(coroutines)
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _return_bags(here: LocalStack, bags: jax.Array, way: routed.Route) -> Journey[jax.Array]:
+def _return_bags(here: LocalStack, bags: jax.Array, way: routed.Route) -> ExchangeCoroutine[jax.Array]:
     came = yield from carry_hop(here, bags, "within hosts", "to owners")
     return routed.unpool_bags(here, came, way)
 
@@ -193,7 +195,7 @@ def _places(stacks: Sequence[LocalStack], towers: HostTowers) -> Iterator[tuple[
             yield (here.stack.name, channel), slice(start, stop), places
 
 
-def _averaged(stacks: Sequence[LocalStack], vectors: jax.Array, towers: HostTowers) -> Journey[jax.Array]:
+def _averaged(stacks: Sequence[LocalStack], vectors: jax.Array, towers: HostTowers) -> ExchangeCoroutine[jax.Array]:
     """float[H, K * F, b, N], sums of bags -> their means where a table wants means.
 
     Who has the bags knows how many ids they have, and says so by way of the hop between hosts.

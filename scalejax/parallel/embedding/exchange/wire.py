@@ -19,7 +19,7 @@ from jax import lax
 from scalejax.numerics import float8
 from scalejax.parallel.compression import codec
 from scalejax.parallel.compression.wire_formats import WIRE_FORMATS
-from scalejax.parallel.embedding.exchange.journeys import Journey
+from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine
 from scalejax.parallel.embedding.plan.sharding_plan import Wire
 
 _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -27,8 +27,12 @@ _FLOAT8 = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 def carry(
-    vectors: jax.Array, wire: Wire, move: Callable[[jax.Array], Journey[jax.Array]], *, loss_scale: float = 1.0
-) -> Journey[jax.Array]:
+    vectors: jax.Array,
+    wire: Wire,
+    move: Callable[[jax.Array], ExchangeCoroutine[jax.Array]],
+    *,
+    loss_scale: float = 1.0,
+) -> ExchangeCoroutine[jax.Array]:
     """float[..., D] -> what `move` makes of them, moved as `wire`; in the dtype they came in.
 
     Args:

@@ -11,7 +11,7 @@ local row offset + r div n, where each of the ranks has an offset of its own:
                                                                          3: t1 r1                  3: t1 r0
                                                                          4: (unused)               4: t1 r2
 
-Dealing rows out one by one spreads hot ids (small ones, where ids are sorted by frequency); the shift, by the place in
+Striping rows one by one spreads hot ids (small ones, where ids are sorted by frequency); the shift, by the place in
 the stack, keeps short tables from all beginning on the same device. All devices have the local rows of the fullest one.
 
 A copied stack is whole on every device: its members have no ranks and lie one after the other.

@@ -14,7 +14,7 @@ from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.stochastic import hash_bits, stochastic_round
-from scalejax.parallel.embedding.exchange.journeys import Journey
+from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine
 from scalejax.parallel.embedding.exchange.local import LocalStack
 from scalejax.parallel.embedding.exchange.routed import Route, to_owners, to_senders
 from scalejax.parallel.embedding.ids.occurrences import Lookup, slots_of_member, unpool
@@ -82,7 +82,7 @@ def plan_update(here: LocalStack, way: Route, copies: int) -> ops.RowPlan:
 
 def update_stack(
     here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan, arrived: jax.Array, inputs: StepInputs
-) -> Journey[Leaves]:
+) -> ExchangeCoroutine[Leaves]:
     """One optimizer step on the rows of a stack that live here. Runs inside a shard_map over all axes.
 
     Args:
@@ -218,7 +218,7 @@ def _narrow(stack: Stack, rows: jax.Array, local: jax.Array, device: jax.Array |
 
 def _whole_means(
     here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan, sums: jax.Array
-) -> Journey[jax.Array]:
+) -> ExchangeCoroutine[jax.Array]:
     """float[U]: the mean of g^2 over all columns of each row, of which this device has a slice.
 
     Every owner sends the sums over its blocks of columns to the devices that looked the row up; there they are added,

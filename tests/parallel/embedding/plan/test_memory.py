@@ -106,14 +106,14 @@ ONE_BIG = (TableConfig(name="big", rows=1000, dim=63, features=("a",), optimizer
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "data_parallel"])
-def test_a_plan_that_wastes_room_is_told_what_rows_dealt_out_take(kind):
+def test_a_plan_that_wastes_room_is_told_what_striped_rows_take(kind):
     wasteful = collection(ONE_BIG, ShardingPlan(tables=(TablePlan(table="big", kind=kind),)))
     room = memory.device_bytes(wasteful.stacks, 8) // 2
     with pytest.raises(UserError, match="too much") as refusal:
         memory.check_fits(wasteful.stacks, room, 8)
-    dealt = collection(ONE_BIG)
-    memory.check_fits(dealt.stacks, room, 8)
-    each = size(memory.device_bytes(dealt.stacks, 8))
+    striped = collection(ONE_BIG)
+    memory.check_fits(striped.stacks, room, 8)
+    each = size(memory.device_bytes(striped.stacks, 8))
     assert f"striped over 8 devices take {each} on each: set kind='row_wise'" in str(refusal.value)
     assert "such devices" not in str(refusal.value)
 

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.configs.recsys import wukong
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
-from scalejax.parallel.embedding.exchange.journeys import complete, send, together
+from scalejax.parallel.embedding.exchange.coroutines import complete, send, together
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import explain_sharding
@@ -64,14 +64,14 @@ def blocks_of(dtype, *shape):
     ],
 )
 def test_arrays_of_any_shape_and_dtype_arrive_as_if_each_had_travelled_alone(dtypes):
-    """The second journey has one hop more, over fewer devices; the third has none."""
+    """The second coroutine has one hop more, over fewer devices; the third has none."""
     mesh = meshes.make_mesh(MeshShape(replica=2, fsdp=4))
     everywhere = P(("replica", "fsdp"))
     axes = ("replica", "fsdp")
     shapes = ((3, 5), (7,), (2, 1, 9))
     arrays = [blocks_of(dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
 
-    def journey(x):
+    def coroutine(x):
         return (yield from send(axes, x))
 
     def longer(x):
@@ -82,7 +82,7 @@ def test_arrays_of_any_shape_and_dtype_arrive_as_if_each_had_travelled_alone(dty
         return (yield from together([])) or x
 
     def shared(a, b, c):
-        one, (two, three), four = complete(together([journey(a), together([longer(b), journey(c)]), still(a)]))
+        one, (two, three), four = complete(together([coroutine(a), together([longer(b), coroutine(c)]), still(a)]))
         return one, two, three, four
 
     def alone(a, b, c):

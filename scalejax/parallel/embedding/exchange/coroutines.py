@@ -1,8 +1,8 @@
 """One all_to_all for everything that travels at a time, of all stacks.
 
-What a device does in an exchange is a generator, here called a *journey*: it yields what it sends and is handed what
-came. `together` makes one journey of several that go in step, hop by hop; `complete` leads a journey to its end, and
-what is sent over the same mesh axes at a time goes by one collective, each block as full rows of 128:
+What a device does in an exchange is a coroutine, written as a generator: it yields what it sends and is handed what
+came. `together` makes one of several that go in step, hop by hop; `complete` runs one to its end, and what is sent over
+the same mesh axes at a time goes by one collective, each block as full rows of 128:
 
     stack 0            float32[N, a, 8]                                                          float32[N, a, 8]
     stack 1            float32[N, b, 48]  -->  float32[N, rows, 128]  --all_to_all-->  ...  -->  float32[N, b, 48]
@@ -42,39 +42,39 @@ class Sending:
     blocks: jax.Array
 
 
-Journey = Generator[list[Sending], Any, Result]
+ExchangeCoroutine = Generator[list[Sending], Any, Result]
 """Yields what is sent, and is sent what came for it, array by array: list[jax.Array]."""
 
 
-def send(axes: tuple[str, ...], blocks: jax.Array) -> Journey[jax.Array]:
+def send(axes: tuple[str, ...], blocks: jax.Array) -> ExchangeCoroutine[jax.Array]:
     """One array there; what came, of the same shape."""
     (came,) = yield [Sending(axes, blocks)]
     return came
 
 
-def together(journeys: Sequence[Journey[Result]]) -> Journey[list[Result]]:
-    """Journeys in step: what they send first goes first, and so on until the longest is at its end."""
+def together(coroutines: Sequence[ExchangeCoroutine[Result]]) -> ExchangeCoroutine[list[Result]]:
+    """Coroutines in step: what they send first goes first, and so on until the longest is at its end."""
     results: dict[int, Result] = {}
-    came: dict[int, list[jax.Array] | None] = dict.fromkeys(range(len(journeys)))
+    came: dict[int, list[jax.Array] | None] = dict.fromkeys(range(len(coroutines)))
     while True:
         sent: dict[int, list[Sending]] = {}
         for number, arrays in came.items():
             try:
-                sent[number] = journeys[number].send(arrays)
+                sent[number] = coroutines[number].send(arrays)
             except StopIteration as end:
                 results[number] = end.value
         if not sent:
-            return [results[number] for number in range(len(journeys))]
+            return [results[number] for number in range(len(coroutines))]
         arrived = iter((yield [*itertools.chain.from_iterable(sent.values())]))
         came = {number: [next(arrived) for _ in own] for number, own in sent.items()}
 
 
-def complete(journey: Journey[Result]) -> Result:
-    """The end of a journey, with one all_to_all for all that it sends over the same axes at a time."""
+def complete(coroutine: ExchangeCoroutine[Result]) -> Result:
+    """Runs a coroutine to its end, with one all_to_all for all that it sends over the same axes at a time."""
     came = None
     while True:
         try:
-            sent = journey.send(came)
+            sent = coroutine.send(came)
         except StopIteration as end:
             return end.value
         came = [one.blocks for one in sent]
