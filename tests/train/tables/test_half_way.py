@@ -219,10 +219,10 @@ def test_axes_that_towers_do_not_know_are_devices_of_their_host(rows, strategy, 
 EQUAL = tuple(Categorical(name=f"c{i}", rows=64) for i in range(8))
 
 
-def compiled(rows, hosts, form, module, width=16):
-    """A step in float32 over towers of equal size, its collectives and the bytes of a device's vectors."""
-    each = 8 // hosts
-    partition = tuple(tuple(f.name for f in EQUAL[t * each : (t + 1) * each]) for t in range(hosts))
+def compiled(rows, hosts, form, module, width=16, sizes=None):
+    """A step in float32 over towers, of equal size or these, its collectives and the bytes of a device's vectors."""
+    features = iter(f.name for f in EQUAL)
+    partition = tuple(tuple(itertools.islice(features, size)) for size in sizes or [8 // hosts] * hosts)
     base = DlrmConfig(dim=width, bottom_hidden=(6,), top_hidden=(7,))
     experiment = over_towers(
         rows,
@@ -261,6 +261,20 @@ def test_what_crosses_between_hosts_is_what_leaves_the_towers(rows, form, hosts,
     sums = [c.bytes for c in found if c.axes == ("fsdp",) and c.kind == "all-reduce"]
     assert sums == ([own * 4 // hosts] if inside > 1 else [])
     assert {c.kind for c in found} == {"all-to-all", "all-reduce"}
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), pytest.param((1, 4, 2, 1), marks=pytest.mark.slow)], ids=str)
+def test_smaller_towers_send_as_much_as_the_largest(rows, sizes):
+    """b T (outputs of the largest) D numbers, not b W / c, which are as many for equal towers only."""
+    hosts, inside = len(sizes), 8 // len(sizes)
+    program, found, vectors = compiled(rows, hosts, "implicit", (DlrmTower(dim=8),), sizes=sizes)
+    assert program.task.model.compression == 2
+    features = hosts * max(sizes)  # as if every tower had
+    ids = 8 * features * 4 * (2 if inside == 1 else 3)
+    sent = vectors // 2 * features // 8
+    assert sent > vectors // 2
+    between = [c.bytes for c in found if "replica" in c.axes and c.kind == "all-to-all"]
+    assert sorted(between) == sorted([ids, sent, sent])
 
 
 @pytest.mark.default_cases("DCN", "FM")

@@ -7,6 +7,7 @@ import numpy as np
 
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.exchange import through_hosts
 from scalejax.parallel.embedding.exchange.routed import bucket_capacity
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.ids.occurrences import Lookup, lookups
@@ -81,10 +82,10 @@ def check_sizes(features: KeyedJagged) -> None:
 
 
 def check_room(stacks: tuple[Stack, ...], packed: DeviceJagged, exchange: Exchange) -> None:
-    """Counts the ids from each device to each other one.
+    """Counts the ids from each device to each other one, and between the two hops of a route those of all peers.
 
-    The exchange itself counts those of tables with an id map, whose rows only the devices know, and all of them with
-    `all_to_all="ragged"`, where room depends on what all devices send.
+    The exchange itself counts those of tables with an id map, whose rows only the devices know, those of peers that
+    other processes have, and all of them with `all_to_all="ragged"`, where room depends on what all devices send.
 
     Raises:
       UserError: more than an exchange has room for.
@@ -93,13 +94,11 @@ def check_room(stacks: tuple[Stack, ...], packed: DeviceJagged, exchange: Exchan
         return
     for stack in stacks:
         found = lookups(stack, packed.layout)
-        loads = {look: _load(look, packed, stack.devices) for look in found if _known(look)}
-        if loads:
-            _check_load(stack, found, loads, exchange)
-
-
-def _known(look: Lookup) -> bool:
-    return look.channel == "rows" and look.member.config.id_map is None
+        for channel, places in (("rows", packed.values.shape[0]), ("host", stack.in_host)):
+            known = [look for look in found if look.channel == channel and look.member.config.id_map is None]
+            loads = {look: _load(look, packed, stack.devices, places) for look in known}
+            if loads:
+                _check_load(stack, found, loads, exchange)
 
 
 def _bag_of(place: int, lengths: np.ndarray) -> int:
@@ -124,32 +123,36 @@ def _check_range(look: Lookup, ids: np.ndarray, lengths: np.ndarray, bag: str) -
         )
 
 
-def _load(look: Lookup, packed: DeviceJagged, devices: int) -> np.ndarray:
-    """int64[shards, devices]: ids of one feature from each shard to each owner."""
+def _load(look: Lookup, packed: DeviceJagged, devices: int, places: int) -> np.ndarray:
+    """int64[places, devices]: ids of one feature to each owner, from the shards of one number modulo `places`."""
     ids = np.asarray(packed.values[:, look.feature.slots])
     shards = ids.shape[0]
     counts = np.asarray(packed.lengths[:, look.feature.bag_slots]).sum(axis=1)
     ranks = np.asarray(look.member.ranks)
     place = (ids + np.int64(look.member.shift)) % len(ranks)
-    owner = np.arange(shards)[:, None] * devices + (place if (ranks == np.arange(len(ranks))).all() else ranks[place])
+    device = place if (ranks == np.arange(len(ranks))).all() else ranks[place]
+    owner = (np.arange(shards) % places)[:, None] * devices + device
     if (counts < ids.shape[1]).any():
         owner = owner[np.arange(ids.shape[1]) < counts[:, None]]
-    return np.bincount(owner.reshape(-1), minlength=shards * devices).reshape(shards, devices)
+    return np.bincount(owner.reshape(-1), minlength=places * devices).reshape(places, devices)
 
 
 def _check_load(stack: Stack, found: tuple[Lookup, ...], loads: dict[Lookup, np.ndarray], exchange: Exchange) -> None:
     total = np.asarray(sum(loads.values()))
-    capacity = bucket_capacity(stack, found, exchange)
+    by_host = next(iter(loads)).channel == "host"
+    capacity_of = through_hosts.capacity if by_host else bucket_capacity
+    capacity = capacity_of(stack, found, exchange)
     most = int(total.max(initial=0))
     if most <= capacity:
         return
     shard, owner = np.unravel_index(int(total.argmax()), total.shape)
     worst = max(loads, key=lambda look: int(loads[look][shard, owner]))
     factor = exchange.capacity_factor
-    while bucket_capacity(stack, found, Exchange(capacity_factor=factor)) < most:
+    while capacity_of(stack, found, Exchange(capacity_factor=factor)) < most:
         factor = math.floor(factor * 10 + 1) / 10
+    where, there = ("Between the hops one", "device of its host") if by_host else ("One", "other device")
     raise UserError(
-        f"One device has {most} ids for one other device, but its exchange has room for {capacity} (capacity_factor "
+        f"{where} device has {most} ids for one {there}, but its exchange has room for {capacity} (capacity_factor "
         f"{exchange.capacity_factor:g}); feature {worst.feature.name!r} has the most of them, "
         f"{int(loads[worst][shard, owner])}. Its ids are unevenly spread: use "
         f"--set tables.exchange.capacity_factor={factor:g} or more."

@@ -5,6 +5,7 @@ Everything is per shard, inside a shard_map over all mesh axes.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -16,7 +17,7 @@ from scalejax.kernels.embedding_bag import xla
 from scalejax.parallel.embedding.exchange import coroutines, wire
 from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged
-from scalejax.parallel.embedding.ids.occurrences import Lookup, summation_order
+from scalejax.parallel.embedding.ids.occurrences import Channel, Lookup, slots_of_member, summation_order
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
 from scalejax.parallel.embedding.sharded_tables import StackAxes
@@ -111,6 +112,34 @@ def bucket_order(shard: DeviceJagged, looks: list[Lookup], slots: int) -> jax.Ar
     return jnp.concatenate([order, rest])
 
 
+def capacity(
+    stack: Stack, found: tuple[Lookup, ...], exchange: Exchange, channel: Channel, *, senders: int, total: int
+) -> int:
+    """Slots per destination of a channel: what the fullest device can expect, or room for all where that is small.
+
+    Ids of a table of V rows reach min(n, V) of its n devices.
+
+    Args:
+      stack: The tables.
+      found: Their lookups.
+      exchange: How much room there is.
+      channel: Which.
+      senders: Devices whose ids a destination gets together.
+      total: Slots that all ids of these take.
+    """
+    destinations = stack.devices // senders
+    if destinations * total * stack.dim * stack.wide_dtype.itemsize <= exchange.roomy_below_bytes:
+        return total
+    wanted, most = [SLACK] * stack.devices, [0] * stack.devices
+    for member in dict.fromkeys(look.member for look in found if look.channel == channel):
+        slots = senders * slots_of_member(found, member)
+        spread = min(member.parts, member.config.rows)
+        for rank in member.ranks:
+            wanted[rank] += min(slots, math.ceil(exchange.capacity_factor * slots / spread))
+            most[rank] += slots
+    return max(map(min, wanted, most))
+
+
 def most_slots(looks: Sequence[Lookup] | dict[Lookup, jax.Array]) -> int:
     return max(look.occurrence + look.feature.capacity for look in looks)
 
@@ -202,3 +231,7 @@ def between_hosts(blocks: jax.Array) -> ExchangeCoroutine[jax.Array]:
 
 def in_blocks(here: LocalStack, flat: jax.Array) -> jax.Array:
     return flat.reshape(here.stack.devices, -1, *flat.shape[1:])
+
+
+def end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -26,7 +26,6 @@ Functions that exchange are coroutines (see `coroutines`), so that all channels 
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +39,15 @@ from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.exchange import ragged, through_hosts, wire
 from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine, together
 from scalejax.parallel.embedding.exchange.local import (
-    SLACK,
     ByDevice,
     Direction,
     LocalStack,
     arrange,
     bag_numbers,
     bucket_order,
+    capacity,
     carry,
+    end_to_end,
     in_blocks,
     most_bags,
     most_slots,
@@ -59,7 +59,6 @@ from scalejax.parallel.embedding.ids.occurrences import (
     average,
     lost_slots,
     pool,
-    slots_of_member,
     summation_order,
     unpool,
 )
@@ -114,23 +113,9 @@ def exchange_may_lack_room(stack: Stack, found: tuple[Lookup, ...], exchange: Ex
 
 
 def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> int:
-    """K: slots per destination of the "rows" channel: what the fullest device can expect.
-
-    Ids of a table of V rows reach min(n, V) of its n devices.
-    """
+    """K: slots per destination of the "rows" channel."""
     total = sum(look.feature.capacity for look in found if look.channel == "rows")
-    if stack.devices * total * stack.dim * stack.wide_dtype.itemsize <= exchange.roomy_below_bytes:
-        return total
-    wanted = [SLACK] * stack.devices
-    most = [0] * stack.devices
-    for member in dict.fromkeys(look.member for look in found if look.channel == "rows"):
-        slots = slots_of_member(found, member)
-        spread = min(member.parts, member.config.rows)
-        expected = slots if spread == 1 else min(slots, math.ceil(exchange.capacity_factor * slots / spread))
-        for rank in member.ranks:
-            wanted[rank] += expected
-            most[rank] += slots
-    return max(map(min, wanted, most))
+    return capacity(stack, found, exchange, "rows", senders=1, total=total)
 
 
 def route(here: LocalStack) -> "ExchangeCoroutine[tuple[Route, Int32[Array, '2']]]":
@@ -228,7 +213,7 @@ def return_grads(
         coroutines.append(_return_bags(here, of, way))
     if way.through is not None:
         coroutines.append(through_hosts.return_grads(here, of, way.through))
-    return _end_to_end((yield from together(coroutines)))
+    return end_to_end((yield from together(coroutines)))
 
 
 def to_senders(here: LocalStack, values: jax.Array, way: Route) -> ExchangeCoroutine[dict[Lookup, jax.Array]]:
@@ -258,15 +243,11 @@ def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: Route) -> 
         coroutines.append(_bags_to_owners(here, {look: values[look] for look in here.by_bags}))
     if way.through is not None:
         coroutines.append(through_hosts.to_owners(here, values, way.through))
-    return _end_to_end((yield from together(coroutines)))
+    return end_to_end((yield from together(coroutines)))
 
 
 def _merged(parts: Sequence[dict[Lookup, jax.Array]]) -> dict[Lookup, jax.Array]:
     return {look: value for part in parts for look, value in part.items()}
-
-
-def _end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _fetch_rows(here: LocalStack, rows: jax.Array, way: Route) -> ExchangeCoroutine[dict[Lookup, jax.Array]]:
@@ -312,13 +293,13 @@ def _bags_to_owners(here: LocalStack, values: dict[Lookup, jax.Array]) -> Exchan
 
 def _send_ids(here: LocalStack, found: ByDevice, row: jax.Array) -> ExchangeCoroutine[tuple[Route, jax.Array | int]]:
     stack, count = here.stack, row.shape[0]
-    devices, capacity = stack.devices, bucket_capacity(stack, here.lookups, here.exchange)
+    devices, room = stack.devices, bucket_capacity(stack, here.lookups, here.exchange)
     ranks = found.ranks
-    has_room = (found.devices < devices) & (ranks < capacity)
-    slots = found.slots(jnp.where(has_room, found.devices * capacity + ranks, devices * capacity))
+    has_room = (found.devices < devices) & (ranks < room)
+    slots = found.slots(jnp.where(has_room, found.devices * room + ranks, devices * room))
     lost = ((found.devices < devices) & ~has_room).sum(dtype=jnp.int32)
 
-    wanted = found.starts[:-1, None] + lax.iota(jnp.int32, capacity)[None, :]  # N K
+    wanted = found.starts[:-1, None] + lax.iota(jnp.int32, room)[None, :]  # N K
     filled = wanted < found.starts[1:, None]
     inverse = jnp.where(filled, found.occurrences.at[wanted].get(mode="clip"), count)
     sent = row.at[inverse].get(mode="fill", fill_value=stack.local_rows)
@@ -328,9 +309,9 @@ def _send_ids(here: LocalStack, found: ByDevice, row: jax.Array) -> ExchangeCoro
 
 def _send_runs(here: LocalStack, found: ByDevice, row: jax.Array) -> ExchangeCoroutine[tuple[Route, jax.Array | int]]:
     stack, count, axes = here.stack, row.shape[0], here.axes.route_axes
-    capacity = bucket_capacity(stack, here.lookups, here.exchange)
+    most = bucket_capacity(stack, here.lookups, here.exchange)
     wanted = found.starts[1:] - found.starts[:-1]
-    room, slots = (ragged.slots_for(n, stack.devices) for n in (stack.devices * capacity, count))
+    room, slots = (ragged.slots_for(n, stack.devices) for n in (stack.devices * most, count))
     runs = yield from ragged.agree(wanted, room=room, axes=axes)
     none = jnp.zeros(1, jnp.int32)
     sent = found.ranks < jnp.concatenate([runs.sizes, none])[found.devices]

@@ -13,7 +13,6 @@ of examples, which is that of (h, l). Paper: L. Luo et al., MLSys 2024 (arXiv 24
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +21,9 @@ from jax import lax
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import xla
 from scalejax.numerics.rounding import rounded
+from scalejax.parallel.embedding.exchange import local
 from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine
 from scalejax.parallel.embedding.exchange.local import (
-    SLACK,
     ByDevice,
     LocalStack,
     arrange,
@@ -35,7 +34,7 @@ from scalejax.parallel.embedding.exchange.local import (
     most_slots,
     move,
 )
-from scalejax.parallel.embedding.ids.occurrences import Lookup, average, host_of, slots_of_member
+from scalejax.parallel.embedding.ids.occurrences import Lookup, average, host_of
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
 
@@ -60,18 +59,8 @@ class HostRoute:
 
 def capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> int:
     """K: slots per device of a host, for the ids of all peers together."""
-    by_host = [look for look in found if look.channel == "host"]
-    total = stack.hosts * most_slots(by_host)
-    if stack.in_host * total * stack.dim * stack.wide_dtype.itemsize <= exchange.roomy_below_bytes:
-        return total
-    wanted, most = [SLACK] * stack.devices, [0] * stack.devices
-    for member in dict.fromkeys(look.member for look in by_host):
-        slots = stack.hosts * slots_of_member(found, member)
-        spread = min(member.parts, member.config.rows)
-        for rank in member.ranks:
-            wanted[rank] += min(slots, math.ceil(exchange.capacity_factor * slots / spread))
-            most[rank] += slots
-    return max(map(min, wanted, most))
+    total = stack.hosts * most_slots([look for look in found if look.channel == "host"])
+    return local.capacity(stack, found, exchange, "host", senders=stack.hosts, total=total)
 
 
 def send(

@@ -17,7 +17,7 @@ from jax import lax
 from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.exchange import routed, through_hosts
 from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine, together
-from scalejax.parallel.embedding.exchange.local import LocalStack, between_hosts, carry_hop, most_bags
+from scalejax.parallel.embedding.exchange.local import LocalStack, between_hosts, carry_hop, end_to_end, most_bags
 from scalejax.parallel.embedding.ids.occurrences import Lookup, host_of, shares
 from scalejax.parallel.embedding.plan.placement import PlanRefused
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
@@ -152,8 +152,7 @@ def return_grads(here: LocalStack, pooled: Pooled, way: routed.Route) -> Exchang
     if way.through is not None:
         units = pooled[stack.name, "host"]
         coroutines.append(through_hosts.unpool(here, units.reshape(stack.hosts, -1, stack.dim), way.through))
-    parts = yield from together(coroutines)
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return end_to_end((yield from together(coroutines)))
 
 
 def _return_bags(here: LocalStack, bags: jax.Array, way: routed.Route) -> ExchangeCoroutine[jax.Array]:

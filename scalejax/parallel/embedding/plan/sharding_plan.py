@@ -49,8 +49,10 @@ class Exchange:
         along the vector, each vector beginning one.
       backward: What gradients travel as.
       loss_scale: Gradients are multiplied by it before they travel and divided after; for float16 and float8.
-      overflow: Ids that find no capacity embed as zeros and update nothing. "fail": training or scoring stops; "count":
-        it goes on, and their number is the metric "overflow_ids", of training and of every evaluation.
+      overflow: Ids that find no capacity embed as zeros and update nothing. "fail": training or scoring stops, before
+        the batch travels where its process can count them: not ids of tables with an id map, not those of all
+        processes together between two hops, and not with "ragged"; these are found with the next metrics. "count": it
+        goes on, and their number is the metric "overflow_ids", of training and of every evaluation.
       all_to_all: "padded": every device sends every other one buckets of fixed size; everywhere. "ragged": only what
         there is travels; TPU and GPU. The results are equal to the bit while every id has room. "padded" has room for a
         number of ids from each device to each other, "ragged" for as many in all at each owner: a batch that is too

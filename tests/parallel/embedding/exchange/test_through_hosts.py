@@ -86,6 +86,32 @@ def test_ids_without_room_between_the_hops_are_counted():
             assert lost == 4 * (2 * 64 * 4 - (2 * 64 * 4 // 4 + 8))
 
 
+def test_ids_without_room_between_the_hops_are_refused_before_anything_travels():
+    """Exactly the batches of which the devices would count some, naming the feature and a factor that does."""
+    size, (counting, schema) = 512, one_table(capacity_factor=1.2, overflow="count")
+    refusing, layout = one_table(capacity_factor=1.2)[0], counting.layout(schema, size)
+    exchange_ids, rng, refused = jax.jit(counting.exchange_ids), np.random.default_rng(0), []
+    for hot in (0, 100, 180, 220, 512):  # ids of a feature that one device has more of
+        ids = np.where(rng.permutation(4 * size) < hot, 4 * rng.integers(0, 128, 4 * size), np.arange(4 * size) % 512)
+        host = KeyedJagged(("a",), ids.astype(np.int32), np.full((1, size), 4, np.int32), None)
+        _, lost = np.asarray(exchange_ids(counting.to_device(host, layout)).faults).sum(0)
+        refused.append(bool(lost))
+        if not lost:
+            refusing.pack(host, 8, layout)
+            continue
+        with pytest.raises(
+            UserError, match=r"has \d+ ids for one device of its host.*room for 162.*'a' has.*capacity_factor="
+        ):
+            refusing.pack(host, 8, layout)
+    assert refused[0] is False
+    assert refused[-1] is True
+    with pytest.raises(UserError) as refusal:
+        refusing.pack(KeyedJagged(("a",), np.zeros(4 * size, np.int32), np.full((1, size), 4, np.int32)), 8, layout)
+    assert "512 ids for one device" in str(refusal.value)  # 512 / 8 examples of 4 ids from each of 2 peers
+    factor = float(str(refusal.value).rpartition("capacity_factor=")[2].split()[0])
+    one_table(capacity_factor=factor)[0].pack(host, 8, layout)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
