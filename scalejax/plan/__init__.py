@@ -5,6 +5,7 @@
     print(collectives_table(explain_sharding(compiled)))    # every collective of any compiled program
     search(experiment, "v6e:16x16")     # the mesh and the rematerialisation of a decoder
     check_fits(experiment, mesh)        # refuses what cannot fit, before anything is compiled
+    gpu_steps.plan_on_gpus(work, gpus, batch_size)      # a click model on hosts of GPUs, by arithmetic
     serving.plan_serving(model, machine, mesh, slots=8, context=131_072, piece=512)   # a language model, served
 
 Importing this package needs no TPU compiler; `plan` does.

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from scalejax.parallel.mesh import mesh_text
 from scalejax.plan.arithmetic.mesh_search import Candidate, SearchResult
+from scalejax.plan.gpu_steps import GpuPlan
 from scalejax.plan.run import PlanResult
 from scalejax.plan.serving import ServingPlan, ServingTime
 from scalejax.units import duration, size
@@ -20,12 +21,14 @@ _MOST = 8
 _TERMS = {"compute": "matrix products", "hbm": "memory", "ici": "links between chips", "dcn": "network between slices"}
 
 
-def render(result: PlanResult | SearchResult | ServingPlan, console: "Console") -> None:
+def render(result: PlanResult | SearchResult | ServingPlan | GpuPlan, console: "Console") -> None:
     """Prints a plan or a search as tables."""
     if isinstance(result, SearchResult):
         _render_search(result, console)
     elif isinstance(result, ServingPlan):
         _render_serving(result, console)
+    elif isinstance(result, GpuPlan):
+        _render_gpus(result, console)
     else:
         _render_plan(result, console)
 
@@ -168,6 +171,38 @@ def _serving_times(result: ServingPlan) -> Table:
     for name, field in named.items():
         table.add_row(name, shown(result.prefill, field), shown(result.decode, field))
     return table
+
+
+def _render_gpus(result: GpuPlan, console: "Console") -> None:
+    """Prints steps by strategy of the dense part and by route of the tables."""
+    work, towers = result.work, result.work.towers
+    console.print(
+        f"[bold]{result.machine}[/bold]: {result.examples:,} examples a GPU; {work.parameters:,} dense parameters, "
+        f"{work.flops / 1e6:.4g} MFLOP an example forward, pooled vectors of {work.width:,} numbers"
+    )
+    if towers is not None:
+        console.print(
+            f"over {towers.count} towers {towers.flops / 1e6:.4g} MFLOP, and {towers.compression:.3g} times fewer "
+            "numbers between hosts"
+        )
+    dense = Table(title="Dense part, tables left out", title_justify="left")
+    dense.add_column("strategy")
+    for name in ("a step", "of it waits", "state of a GPU", ""):
+        dense.add_column(name, justify="right")
+    for kind, found in result.dense.items():
+        memory = size(int(found.memory_bytes))
+        dense.add_row(kind, duration(found.step_s), duration(found.exposed_s), memory, _verdict(found.fits))
+    routes = Table(title="Step by route of the tables, gradients of the dense part hidden", title_justify="left")
+    for name in ("route", "a step", "flat / this"):
+        routes.add_column(name, justify="left" if name == "route" else "right")
+    steps = result.steps_by_route()
+    for route, seconds in steps.items():
+        routes.add_row(route, duration(seconds), f"{steps['flat'] / seconds:.2f}")
+    console.print(dense, routes)
+    console.print(
+        "by arithmetic from published figures of hosts of 8 GPUs, with parameters and gradients in 16 bits on their "
+        "way and 16 bytes of state a parameter; docs/systems.md says how far it is from published steps"
+    )
 
 
 def _verdict(fits: bool) -> str:

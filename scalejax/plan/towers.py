@@ -12,7 +12,8 @@ Recommendation", MLSys 2024 (arXiv 2403.00877), its tower partitioner. For vecto
 
 The last is a linear assignment to repeated centres (Bennett et al., "Constrained K-Means Clustering", MSR-TR-2000-65).
 Balance by cost, which the paper has not, makes it an integer program. The paper's baselines are features assigned in
-turn ("stride") and at random; both are among the starts of the k-means, so none of equal sizes has a smaller objective.
+turn ("stride") and at random; both are among the starts of the k-means, so that by count, with no group first, none of
+equal sizes has a smaller objective.
 """
 
 import dataclasses

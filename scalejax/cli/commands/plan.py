@@ -1,5 +1,9 @@
-"""`scalejax plan`: compile a recipe for a machine that is not here, or plan how a language model is served there."""
+"""`scalejax plan`: compile a recipe for a machine that is not here, or plan how a language model is served there.
 
+Click models on hosts of GPUs, for which nothing is compiled, are planned by arithmetic.
+"""
+
+import dataclasses
 import pathlib
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -11,6 +15,7 @@ from scalejax.errors import UserError, check_one_of
 
 if TYPE_CHECKING:
     from scalejax.nn.pages import KvFormat
+    from scalejax.plan.gpu_steps import ClickWork
     from scalejax.plan.serving import ServingPlan
 
 
@@ -28,7 +33,8 @@ def plan(
         typer.Option(
             "--topology",
             metavar="CHIP:AxB[xC]",
-            help="The machine, e.g. v5e:2x2, v5p:2x2x1, v6e:4x4; with --serve also h100:2x8 (hosts x GPUs).",
+            help="The machine, e.g. v5e:2x2, v5p:2x2x1, v6e:4x4; of click models and with --serve also h100:2x8 "
+            "(hosts x GPUs).",
         ),
     ],
     mesh: options.MeshSizes = None,
@@ -80,6 +86,8 @@ def plan(
 
     Prints whether it fits, bytes per chip by kind, FLOPs, every collective with its bytes, and the predicted step. With
     --search, meshes and rematerialisation policies are judged by arithmetic, and the best few are compiled and ranked.
+    Of a click model on hosts of GPUs nothing is compiled: seconds of a step by strategy of the dense part (replicated,
+    sharded, sharded within hosts) and by route of the tables (flat, in two levels, over towers).
     With --serve nothing is compiled: bytes of parameters, keys and values, the greatest context and number of slots,
     and the least time of a prompt and of a token.
     """
@@ -125,6 +133,8 @@ def plan(
 
     experiment = configs.load(recipe, sets or [])
     import scalejax.plan
+    from scalejax.plan import planner_machines
+    from scalejax.plan.gpu_steps import plan_on_gpus
     from scalejax.train import phases
 
     resolved = {one.name: one.experiment for one in phases.resolved(experiment)}
@@ -135,7 +145,12 @@ def plan(
         typer.echo(f"Planned is what precedes the phases {names}; --phase NAME plans one of them.", err=True)
     experiment = resolved[phase or ""]
 
-    if search:
+    if (gpus := planner_machines.find_gpus(topology)) is not None:
+        others = {"--search": search, "--mesh": mesh, "--set placement.mesh": named}
+        if given := [name for name, value in others.items() if value]:
+            raise UserError(f"{given[0]} goes with TPUs; a step on {gpus.name} is arithmetic. Leave it out.")
+        result = plan_on_gpus(_click_work(experiment, recipe), gpus, experiment.data.batch_size)
+    elif search:
         from scalejax.plan.arithmetic.decoders import DecoderConfig
 
         if not isinstance(experiment.model, DecoderConfig):
@@ -147,6 +162,40 @@ def plan(
     else:
         result = scalejax.plan.plan(experiment, topology, experiment.placement.mesh if named else mesh)
     _show(result, json)
+
+
+def _click_work(experiment: Any, recipe: str) -> "ClickWork":
+    """What the arithmetic of GPUs knows of a model."""
+    from scalejax.models.recsys.dhen import DhenConfig
+    from scalejax.models.recsys.task import CtrTask
+    from scalejax.models.recsys.towers import TowersConfig
+    from scalejax.plan.gpu_steps import ClickWork, OverTowers
+    from scalejax.train.runs import binding
+
+    model, towers, schema = experiment.model, None, experiment.data.schema()
+    task = binding.bound_task(experiment, schema)
+    if not isinstance(task, CtrTask):
+        raise UserError(
+            f"topology: GPUs are planned for click models, and {recipe} has {type(model).__name__}. Name TPUs such as "
+            "v5p:2x2x1, or add --serve to a language model."
+        )
+    flat = task
+    if isinstance(model, TowersConfig):
+        model = model.base
+        flat = binding.bound_task(dataclasses.replace(experiment, model=model), schema)
+        assert isinstance(flat, CtrTask)
+        towers = OverTowers(
+            count=len(experiment.model.towers.towers),
+            flops=task.flops_per_example() / 3,
+            compression=experiment.model.sent_compression,
+        )
+    return ClickWork(
+        parameters=task.dense_parameters(),
+        flops=flat.flops_per_example() / 3,
+        width=sum(table.dim * len(table.features) for table in task.tables()),
+        layers=len(model.layers) * model.repeats if isinstance(model, DhenConfig) else 1,
+        towers=towers,
+    )
 
 
 def _show(result: Any, json: pathlib.Path | None) -> None:

@@ -217,6 +217,12 @@ class TowersConfig:
         sizes = [len(tower) for tower in self.towers.towers]
         return sum(sizes) * self.table_dim / (self.dim * sum(sum(self.outputs_of(size)) for size in sizes))
 
+    @property
+    def sent_compression(self) -> float:
+        """How many times fewer numbers cross between hosts than enter the towers: smaller ones send as the largest."""
+        sizes = [len(tower) for tower in self.towers.towers]
+        return sum(sizes) * self.table_dim / (self.dim * len(sizes) * sum(self.outputs_of(max(sizes))))
+
     def width_of(self, module: object) -> int:
         """Width of the vectors that a module returns."""
         is_interaction = isinstance(module, LinearCompression | FactorizationMachine)

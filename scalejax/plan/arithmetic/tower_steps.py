@@ -18,8 +18,9 @@ Four numbers are fitted, on the printed breakdown of one step of DCN on 64 H100 
 flat and 21.8 ms over towers, for 96.22 and 62.60 MFLOP an example, which give a share of the peak and a part that does
 not depend on FLOPs; the exposed exchange 11.5 ms flat, which gives its bytes, and 2.5 ms over towers, which gives the
 share of the two hops that nothing hides: bandwidth alone would take 3.5 times as long. On other GPUs the share of the
-peak is taken to be the same, the fixed part to go by the memory, what is left of the step by the network. Not in it:
-how long shuffles and launches take, stragglers, and that older GPUs reach a larger share of their peak.
+peak is taken to be the same, the fixed part to go by the memory, what is left of the step by the network; of other
+models and batches, what does not go by FLOPs to go by the numbers of pooled vectors. Not in it: how long shuffles and
+launches take, stragglers, and that older GPUs reach a larger share of their peak.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ import math
 from collections.abc import Mapping
 
 from scalejax import chips
+from scalejax.chips import Chip
 from scalejax.errors import check_at_least
 
 ALL_TO_ALL_BUS = {8: 155e9, 16: 38e9, 32: 24e9, 64: 16e9, 128: 16e9, 256: 15e9, 512: 13e9}
@@ -38,6 +40,9 @@ IN_HOST = 8
 
 LOCAL_BATCH = 16_384
 """Examples of a GPU in the throughput runs."""
+
+WIDTH = 26 * 128
+"""Numbers of the pooled vectors of an example there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,12 @@ GENERATIONS = {
         memory_bytes_per_s=chips.H100.hbm_bytes_per_s,
     ),
 }
+
+
+def generation_of(chip: Chip) -> Generation:
+    """The generation of a GPU, with the memory of this one."""
+    found = GENERATIONS["a100" if chip.name.startswith("a100") else "h100"]
+    return dataclasses.replace(found, memory_bytes_per_s=chip.hbm_bytes_per_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,15 +188,19 @@ def steps(
     *,
     exposed: float | None = None,
     over: tuple[float, float] | None = None,
+    examples: float = LOCAL_BATCH,
+    width: float = WIDTH,
 ) -> TowerSteps:
     """Steps of a model on so many hosts of 8.
 
     Args:
       model: The model.
       on: The GPUs.
-      hosts: At least 2; with more than it has towers, several share one evenly.
+      hosts: At least 2; with more than it has towers, several share one, as if evenly (26 towers on 32 hosts are not).
       exposed: Share of the two hops that nothing hides; None = as fitted, 1 = bandwidth alone.
       over: FLOPs and c over towers in place of those of the model.
+      examples: Of a GPU.
+      width: Numbers of the pooled vectors of an example.
 
     Raises:
       UserError: there is one host.
@@ -194,28 +209,31 @@ def steps(
     exposed = EXPOSED if exposed is None else exposed
     towers = min(hosts, max(model.towers))
     flops, compression = over or model.towers[towers]
-    flat = _seconds(flat_bytes(PAYLOAD, hosts, IN_HOST), on, remote_peers=(hosts - 1) * IN_HOST).total
-    rest = _REST_S * _H100.network_bytes_per_s / on.network_bytes_per_s
+    scale = examples * width / (LOCAL_BATCH * WIDTH)
+    payload = scale * PAYLOAD
+    flat = _seconds(flat_bytes(payload, hosts, IN_HOST), on, remote_peers=(hosts - 1) * IN_HOST).total
+    rest = scale * _REST_S * _H100.network_bytes_per_s / on.network_bytes_per_s
+    rest += scale * _FIXED_S * _H100.memory_bytes_per_s / on.memory_bytes_per_s
 
     def by_two_hops(compression: float) -> float:
-        hops = two_level_bytes(PAYLOAD, hosts, IN_HOST, compression)
+        hops = two_level_bytes(payload, hosts, IN_HOST, compression)
         return exposed * _seconds(hops, on, remote_peers=towers - 1).total
 
     return TowerSteps(
-        flat_s=_compute_s(model.flops, on) + flat + rest,
-        two_level_s=_compute_s(model.flops, on) + by_two_hops(1.0) + rest,
-        towers_s=_compute_s(flops, on) + by_two_hops(compression) + rest,
+        flat_s=products_s(model.flops, on, examples) + flat + rest,
+        two_level_s=products_s(model.flops, on, examples) + by_two_hops(1.0) + rest,
+        towers_s=products_s(flops, on, examples) + by_two_hops(compression) + rest,
     )
+
+
+def products_s(flops: float, on: Generation, examples: float = LOCAL_BATCH) -> float:
+    """Seconds of the forward and backward pass, of `flops` an example forward."""
+    return _S_PER_FLOP * flops * examples / LOCAL_BATCH * _H100.flops_per_s / on.flops_per_s
 
 
 def _seconds(moved: Hops, on: Generation, *, remote_peers: int) -> Hops:
     network = on.network_bytes_per_s * network_share(remote_peers)
     return Hops(between=moved.between / network, within=moved.within / on.link_bytes_per_s)
-
-
-def _compute_s(flops: float, on: Generation) -> float:
-    fixed = _FIXED_S * _H100.memory_bytes_per_s / on.memory_bytes_per_s
-    return fixed + _S_PER_FLOP * flops * _H100.flops_per_s / on.flops_per_s
 
 
 _H100, _HOSTS = GENERATIONS["h100"], 8
