@@ -309,7 +309,12 @@ def _columns(collection, member, leaf):
 
 
 def two_steps(on, features, grads, logical=None):
-    """(what was looked up first, rows and states after two steps with the same given gradients)."""
+    """As `steps`, two of them."""
+    return steps(on, features, grads, 2, logical)
+
+
+def steps(on, features, grads, count, logical=None):
+    """(what was looked up first, rows and states after some steps with the same given gradients)."""
 
     @jax.jit
     def step(state, features, grads):
@@ -317,9 +322,10 @@ def two_steps(on, features, grads, logical=None):
         return embedded, on.update(state, routing, grads)
 
     embedded, state = step(numpy_stack(on, random_logical(on) if logical is None else logical), features, grads)
-    _, state = step(state, features, grads)
+    for _ in range(count - 1):
+        _, state = step(state, features, grads)
     assert not np.asarray(on.faults(state)).any()
-    assert int(state["updates"]) == 2
+    assert int(state["updates"]) == count
     return {name: np.asarray(x) for name, x in embedded.items()}, numpy_unstack(on, state)
 
 
