@@ -1,9 +1,9 @@
 """What growth and pruning save and what they cost in NE, offline and after a recurring stage, over paired seeds.
 
-python benchmarks/growth_pruning.py --runs FILE --predictions FOLDER                    # all runs of both forms
-python benchmarks/growth_pruning.py --runs FILE --predictions FOLDER --forms flights    # of one
-python benchmarks/growth_pruning.py --runs FILE --predictions FOLDER --report > table.md
-python benchmarks/growth_pruning.py --wall                                              # seconds a step of each width
+python benchmarks/growth_pruning.py --runs FILE                    # all runs of both forms
+python benchmarks/growth_pruning.py --runs FILE --forms flights    # of one
+python benchmarks/growth_pruning.py --runs FILE --report > table.md
+python benchmarks/growth_pruning.py --wall                         # seconds a step of each width
 
 A run has an offline stage and a recurring one: days in order, each of which is scored before it is trained, once. Eight
 ways through the offline stage: dense; alternate (whole, narrow, whole, ...); prune once, early; small; grow only; and
@@ -13,11 +13,12 @@ synthetic logs whose labels hang on products of pairs of numbers, with weights t
 (`PlantedData`). "flights": the DLRM of `dlrm-flights_recurring`, January to June and then July to October.
 
 FILE has a JSON object a line; runs that it holds are not made again, and several processes may append to one file.
-Differences to dense are paired by seed. Their 95 % intervals are of a bootstrap over seeds and examples where FOLDER
-has predictions (of the days after the offline stage, and of the last days of all), and of Student's t over seeds where
-there is only NE (the days of the recurring stage). Settings were chosen with seed 100, on the days after the offline
-stage. CPU seconds are those of the steps: the median of the windows of each phase that compile, save and score nothing,
-times its steps; for them run one process at a time, with XLA_FLAGS=--xla_cpu_multi_thread_eigen=false.
+Differences to dense are paired by seed. Their 95 % intervals are of a bootstrap over seeds and examples where there are
+predictions (of the days after the offline stage, and of the last days of all), whose metrics on resamples are in
+`results/growth_resamples`, and of Student's t over seeds where there is only NE (the days of the recurring stage).
+Settings were chosen with seed 100, on the days after the offline stage. CPU seconds are those of the steps: the median
+of the windows of each phase that compile, save and score nothing, times its steps; for them run one process at a time,
+with XLA_FLAGS=--xla_cpu_multi_thread_eigen=false.
 """
 
 import argparse
@@ -54,7 +55,8 @@ from scalejax.train.runs.run import Run
 
 SEEDS = (1, 2, 3, 4, 5)
 RESAMPLES = 400
-"""Of 65,536 examples: some six seconds of a core for each run that is compared."""
+"""Of 65,536 examples: some two seconds of a core for each run."""
+FOLDER = pathlib.Path(__file__).parent / "results" / "growth_resamples"
 
 Schedule = tuple[tuple[float, float], ...]
 """(share of the offline steps, share of the hidden units) of each phase."""
@@ -325,30 +327,46 @@ def found_in(path: pathlib.Path, key: Mapping[str, Any]) -> dict[str, Any] | Non
     return next((run for run in map(json.loads, lines) if key.items() <= run.items()), None)
 
 
-def file_of(folder: pathlib.Path, form: str, way: str, seed: int) -> pathlib.Path:
-    """Where the predictions of a run are."""
-    return folder / f"{form}-{way.replace(' ', '_').replace(',', '')}-{seed}.npz"
+def file_of(form: str, way: str, seed: int) -> pathlib.Path:
+    """Where the metrics of a run on resamples are."""
+    return FOLDER / f"{form}-{way.replace(' ', '_').replace(',', '')}-{seed}.npz"
 
 
-def make(path: pathlib.Path, folder: pathlib.Path, forms: Sequence[str], seeds: Sequence[int]) -> None:
+def keep_resamples(path: pathlib.Path, predictions: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """Metrics of a run on resamples, at the end of each stage."""
+    arrays: dict[str, Any] = {}
+    for stage, (labels, own) in predictions.items():
+        found = bootstrap.resample(labels, own, resamples=RESAMPLES)
+        arrays |= {f"{stage}_values": found.values, f"{stage}_samples": found.samples.astype(np.float32)}
+        arrays[f"{stage}_examples"] = found.examples
+    path.parent.mkdir(exist_ok=True)
+    np.savez_compressed(path, **arrays)
+
+
+def resampled(path: pathlib.Path, stage: str) -> bootstrap.Resampled:
+    """What `keep_resamples` kept of a stage."""
+    with np.load(path) as kept:
+        samples = kept[f"{stage}_samples"].astype(np.float64)
+        return bootstrap.Resampled(kept[f"{stage}_values"], samples, 1, int(kept[f"{stage}_examples"]), 0)
+
+
+def make(path: pathlib.Path, forms: Sequence[str], seeds: Sequence[int]) -> None:
     """All runs that are not there, seed by seed, so that what there is can be compared at any time."""
     for form, seed in itertools.product(forms, seeds):
         for way in FORMS[form].schedules:
-            key, kept = key_of(form, way, seed), file_of(folder, form, way, seed)
-            if found_in(path, key) and kept.exists():
+            key, kept = key_of(form, way, seed), file_of(form, way, seed)
+            found = found_in(path, key)
+            if found and kept.exists():
                 continue
             figures, predictions = scored_run(experiment_of(form, way, seed))
-            folder.mkdir(parents=True, exist_ok=True)
-            arrays = {
-                f"{stage}_{name}": x for stage, two in predictions.items() for name, x in zip("yp", two, strict=True)
-            }
-            np.savez_compressed(kept, **arrays)
-            with path.open("a") as file:
-                file.write(json.dumps(key | figures) + "\n")
+            keep_resamples(kept, predictions)
+            if found is None:
+                with path.open("a") as file:
+                    file.write(json.dumps(key | figures) + "\n")
             print(f"{form}, {way}, seed {seed}: {figures}", file=sys.stderr, flush=True)
 
 
-def report(path: pathlib.Path, folder: pathlib.Path, form: str) -> None:
+def report(path: pathlib.Path, form: str) -> None:
     """The table of a form, of the seeds that all ways have."""
     ways = tuple(FORMS[form].schedules)
     lines = {way: [found_in(path, key_of(form, way, seed)) for seed in SEEDS] for way in ways}
@@ -356,7 +374,7 @@ def report(path: pathlib.Path, folder: pathlib.Path, form: str) -> None:
     if len(seeds) < 2:
         sys.exit(f"growth_pruning.py: {form!r} has {len(seeds)} complete seeds, and an interval needs two.")
     figures = {way: {name: np.array([lines[way][n][name] for n in seeds]) for name in _NUMBERS} for way in ways}  # pyright: ignore[reportOptionalSubscript]
-    found = {stage: _compared(folder, form, ways, [SEEDS[n] for n in seeds], stage) for stage in STAGES}
+    found = {stage: _compared(form, ways, [SEEDS[n] for n in seeds], stage) for stage in STAGES}
     print(f"{form}, {len(seeds)} paired seeds; {machine.today()}, commit {machine.commit()}\n")
     print(
         "| way | GFLOP offline | CPU s offline | NE after it | difference in % | NE of the days | difference in % ",
@@ -389,16 +407,10 @@ Percent = tuple[float, float, float]
 """A difference of NE in percent, and the ends of its interval."""
 
 
-def _compared(
-    folder: pathlib.Path, form: str, ways: Sequence[str], seeds: Sequence[int], stage: str
-) -> dict[str, Percent]:
-    arrays = {way: [np.load(file_of(folder, form, way, seed)) for seed in seeds] for way in ways}
-    labels = arrays["dense"][0][f"{stage}_y"]
-    predictions = {way: np.stack([one[f"{stage}_p"] for one in own]) for way, own in arrays.items()}
-    others = {way: p for way, p in predictions.items() if way != "dense"}
-    compared = bootstrap.compare_all(labels, predictions["dense"], others, resamples=RESAMPLES)
-    intervals = {way: both["ne"] for way, both in compared.items()}
-    percent = {way: (100 / ne.a, ne.difference) for way, ne in intervals.items()}
+def _compared(form: str, ways: Sequence[str], seeds: Sequence[int], stage: str) -> dict[str, Percent]:
+    pooled = {way: bootstrap.pooled([resampled(file_of(form, way, seed), stage) for seed in seeds]) for way in ways}
+    compared = {way: bootstrap.compare_resampled(pooled["dense"], own)["ne"] for way, own in pooled.items()}
+    percent = {way: (100 / ne.a, ne.difference) for way, ne in compared.items() if way != "dense"}
     return {way: (by * d.value, by * d.low, by * d.high) for way, (by, d) in percent.items()}
 
 
@@ -448,7 +460,6 @@ def wall() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", metavar="FILE", type=pathlib.Path)
-    parser.add_argument("--predictions", metavar="FOLDER", type=pathlib.Path)
     parser.add_argument("--forms", nargs="+", choices=tuple(FORMS), default=tuple(FORMS), metavar="FORM")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
     parser.add_argument("--report", action="store_true")
@@ -456,12 +467,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.wall:
         return wall()
-    if options.runs is None or options.predictions is None:
-        parser.error("give --runs FILE and --predictions FOLDER, or --wall")
+    if options.runs is None:
+        parser.error("give --runs FILE, or --wall")
     if not options.report:
-        return make(options.runs, options.predictions, options.forms, options.seeds)
+        return make(options.runs, options.forms, options.seeds)
     for form in options.forms:
-        report(options.runs, options.predictions, form)
+        report(options.runs, form)
         print()
     return None
 

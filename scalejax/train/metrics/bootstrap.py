@@ -10,7 +10,7 @@ the N examples, and the difference is the mean over those runs.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -180,15 +180,37 @@ def resample(
     """
     given = np.atleast_2d(np.asarray(predictions, np.float64))
     models = [_Model(labels, one, weights) for one in given]
-    seeds, examples = given.shape
-    drawn_seeds = np.random.default_rng((seed, 1)).integers(0, seeds, (resamples, seeds))
-    samples = np.empty((resamples, len(METRICS)))
+    examples = given.shape[1]
+    samples = [np.empty((resamples, len(METRICS))) for _ in models]
     for i, counts in enumerate(_draws(examples, resamples, seed)):
-        times = np.bincount(drawn_seeds[i], minlength=seeds)
-        drawn = np.array([model.metrics(counts) if n else np.zeros(3) for model, n in zip(models, times, strict=True)])
-        samples[i] = times @ drawn / seeds
-    values = np.mean([model.metrics(np.ones(examples)) for model in models], axis=0)
-    return Resampled(values, samples, seeds, examples, seed)
+        for model, own in zip(models, samples, strict=True):
+            own[i] = model.metrics(counts)
+    ones = np.ones(examples)
+    runs = zip(models, samples, strict=True)
+    return pooled([Resampled(model.metrics(ones), own, 1, examples, seed) for model, own in runs])
+
+
+def pooled(runs: Sequence[Resampled]) -> Resampled:
+    """Several runs, one of each seed, as one: a resample draws as many of them, with replacement.
+
+    Raises:
+      ValueError: they are of several seeds themselves, or of other draws.
+    """
+    first = runs[0]
+    drawn = {(one.seeds, one.examples, len(one.samples), one.seed) for one in runs}
+    if drawn != {(1, first.examples, len(first.samples), first.seed)}:
+        raise ValueError(
+            "bootstrap: runs of one seed each and of the same resamples can be pooled; got (seeds, examples, resamples, "
+            f"seed of the draws) {sorted(drawn)}."
+        )
+    count = len(runs)
+    chosen = np.random.default_rng((first.seed, 1)).integers(0, count, (len(first.samples), count))
+    times = np.stack([(chosen == n).sum(axis=1) for n in range(count)], axis=1)
+    # A run that was not drawn does not count, even where a metric of it is not defined.
+    parts = np.stack([np.where(times[:, n, None], run.samples, 0) for n, run in enumerate(runs)], axis=1)
+    samples = np.einsum("rs,rsm->rm", times, parts) / count
+    values = np.mean([run.values for run in runs], axis=0)
+    return Resampled(values, samples, count, first.examples, first.seed)
 
 
 def compare_resampled(a: Resampled, b: Resampled, *, level: float = 0.95) -> dict[Metric, PairedComparison]:

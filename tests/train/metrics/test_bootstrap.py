@@ -172,3 +172,15 @@ def test_resampled_metrics_are_compared_without_the_predictions():
     assert bootstrap.compare_resampled(one, other) == bootstrap.compare(labels, a, b, weights, resamples=30, seed=2)
     with pytest.raises(ValueError, match="same resamples"):
         bootstrap.compare_resampled(one, bootstrap.resample(labels, b, weights, resamples=30, seed=3))
+
+
+def test_runs_of_single_seeds_are_pooled_to_what_all_of_them_are():
+    labels, logits, weights = examples(size=150)
+    a = of_seeds(labels, logits, 0.6, 0.1, seeds=3)
+    whole = bootstrap.resample(labels, a, weights, resamples=30, seed=2)
+    single = [bootstrap.resample(labels, one, weights, resamples=30, seed=2) for one in a]
+    together = bootstrap.pooled(single)
+    np.testing.assert_array_equal(together.samples, whole.samples)
+    np.testing.assert_array_equal(together.values, whole.values)
+    with pytest.raises(ValueError, match="can be pooled"):
+        bootstrap.pooled([whole, single[0]])
