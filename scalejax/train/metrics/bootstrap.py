@@ -200,8 +200,8 @@ def pooled(runs: Sequence[Resampled]) -> Resampled:
     drawn = {(one.seeds, one.examples, len(one.samples), one.seed) for one in runs}
     if drawn != {(1, first.examples, len(first.samples), first.seed)}:
         raise ValueError(
-            "bootstrap: runs of one seed each and of the same resamples can be pooled; got (seeds, examples, resamples, "
-            f"seed of the draws) {sorted(drawn)}."
+            "bootstrap: runs of one seed each and of the same resamples can be pooled; got (seeds, examples, "
+            f"resamples, seed of the draws) {sorted(drawn)}."
         )
     count = len(runs)
     chosen = np.random.default_rng((first.seed, 1)).integers(0, count, (len(first.samples), count))
