@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -53,6 +54,10 @@ class CtrTask(TaskBase):
             "labels": Field(shape=(len(self.schema.labels),), dtype="float32"),
             "weights": Field(shape=(), dtype="float32"),
         }
+
+    def identity(self) -> dict[str, str]:
+        """The features of each tower, in the order in which parameters of towers lie."""
+        return {} if self.towers is None else {"model.towers": json.dumps(self.towers.towers)}
 
     def tables(self) -> tuple[TableConfig, ...]:
         """The embedding tables that the model looks up."""
