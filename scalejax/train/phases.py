@@ -6,8 +6,9 @@ later one begins from it, whether the run goes on or is started again.
 """
 
 import dataclasses
+import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scalejax.errors import UserError
@@ -40,7 +41,8 @@ class ResolvedPhase:
       surgery: What makes the model of this phase.
       pinned: Steps whose checkpoints this phase or a later one reads at its beginning, which are kept until its end.
       among: How many phases the run has.
-      schedule: All phases of a run whose surgeries keep its optimizer, as a text; it goes on with no other. "" = none.
+      schedule: Of a run whose surgeries keep its optimizer the steps of all phases and what each makes of the model, as
+        a text; it goes on with no other. "" = none.
     """
 
     name: str
@@ -96,7 +98,7 @@ def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
         )
     ends = {phase.optimizer_from: phase.stop for phase in found}
     stateful = [number for number, phase in enumerate(found) if isinstance(phase.surgery, StatefulSurgery)]
-    schedule = "; ".join(f"{phase.stop - phase.start} steps {phase.name}".strip() for phase in found)
+    schedule = "; ".join(_words(before, phase) for before, phase in itertools.pairwise([found[0], *found]))
     return tuple(
         dataclasses.replace(
             phase,
@@ -107,6 +109,32 @@ def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
         )
         for number, phase in enumerate(found)
     )
+
+
+def _words(before: ResolvedPhase, phase: ResolvedPhase) -> str:
+    """Steps of a phase, and what it makes of the model. What else it changes may change in any run that goes on."""
+    words = [f"{phase.stop - phase.start} steps", phase.name]
+    words += _differences(before.experiment.model, phase.experiment.model, "model")
+    if dataclasses.is_dataclass(phase.surgery) and not isinstance(phase.surgery, type):
+        # Fields that surgeries gain later, at their defaults, leave the text as it was.
+        fields = [(f.name, getattr(phase.surgery, f.name), f.default) for f in dataclasses.fields(phase.surgery)]
+        settings = [f"{name}={value}" for name, value, default in fields if value != default]
+        words.append(f"by {type(phase.surgery).__name__}({', '.join(settings)})")
+    return " ".join(word for word in words if word)
+
+
+def _differences(before: Any, now: Any, path: str) -> Iterator[str]:
+    """Fields of a config that are not what they were, and what they are."""
+    if before == now:
+        return
+    if dataclasses.is_dataclass(now) and type(before) is type(now):
+        for field in dataclasses.fields(now):
+            yield from _differences(getattr(before, field.name), getattr(now, field.name), f"{path}.{field.name}")
+    elif isinstance(now, tuple) and isinstance(before, tuple) and len(before) == len(now):
+        for number, pair in enumerate(zip(before, now, strict=True)):
+            yield from _differences(*pair, f"{path}.{number}")
+    else:
+        yield f"{path}={now}"
 
 
 def _read_by(found: Sequence[ResolvedPhase], number: int) -> list[int]:
