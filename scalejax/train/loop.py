@@ -103,7 +103,7 @@ def train(
         unscored = start is not None and checkpoints.metrics(start) is None
         # A phase that ended at this very step is gone back to only where its evaluation is missing.
         run, *later = [r for r in runs[:-1] if (start or 0) < r.phase.stop + unscored] + runs[-1:]
-        with timer.phase("compile"), progress.compiling("state"):
+        with timer.phase("compile" if start is None else "handover"), progress.compiling("state"):
             state, host = _state_of(run, runs, checkpoints, start, console)
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
         # Not before the restore has succeeded: it cuts the records back, and nobody could write them again.
@@ -123,15 +123,18 @@ def train(
                 with timer.phase("evaluation"):
                     host = run.evaluate(state, host, start, saved=True)
             state, host = _steps(run, records, state, host, start or 0, preemption)
+            compiled = [run.program] if (start or 0) < run.phase.stop else []
             for following in later:
                 # Otherwise the states of two phases would be in memory at once.
                 del state
                 run.end()
                 run = following
-                with timer.phase("compile"), progress.compiling("state"):
+                with timer.phase("handover"), progress.compiling("state"):
                     state, host = _state_of(run, runs, checkpoints, run.phase.start, console)
                 run.attach(records)
-                state, host = _steps(run, records, state, host, run.phase.start, preemption)
+                anew = all(run.program is not program for program in compiled)
+                state, host = _steps(run, records, state, host, run.phase.start, preemption, compiles=anew)
+                compiled.append(run.program)
             closing = run.close(state, host)
             closing |= _what_ran(run, recipe, environment)
             if damaged := checkpoints.damaged():
@@ -269,9 +272,16 @@ def _become(checkpoints: Checkpointer, run: Run) -> None:
 
 
 def _steps(
-    run: Run, records: Records, state: TrainState, host: HostState, start: int, preemption: Preemption
+    run: Run,
+    records: Records,
+    state: TrainState,
+    host: HostState,
+    start: int,
+    preemption: Preemption,
+    *,
+    compiles: bool = True,
 ) -> tuple[TrainState, HostState]:
-    """Runs the steps of a phase after `start`."""
+    """Runs the steps of a phase after `start`; its first step `compiles` unless a phase before has run its program."""
     experiment, stop = run.experiment, run.phase.stop
     timer, every, progress = records.timer, experiment.checkpoints.every, records.progress
     # A save drains this pipeline, and the numbers change: then a run that is asked to end does so at the next one.
@@ -285,7 +295,7 @@ def _steps(
             host = run.before_step(state, host, step)
             with timer.phase("data_wait"):
                 examples = feed.take()
-            first = step == start + 1
+            first = compiles and step == start + 1
             with timer.phase("compile" if first else "dispatch"), progress.compiling("step") if first else _NOTHING:
                 state, loss = feed.step(state)
                 preemption.trained = step

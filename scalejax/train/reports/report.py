@@ -205,14 +205,15 @@ def _results(run: RunFiles) -> Iterator[str]:
             for value in run.described.values
             if value.shown == "table and curve" and any(f"{start}_{value.name}" in part for part in parts)
         ]
-        titles = ("steps", "TFLOP", "training", "compilation", *(title for title, _ in scored))
+        seconds = {"train_s": "training", "compile_s": "compilation", "handover_s": "hand-over"}
+        titles = ("steps", "TFLOP", *seconds.values(), *(title for title, _ in scored))
         head = ["phase", *((title, "n") for title in titles)]
         rows = [
             [
                 part["phase"] or "first",
                 (f"{part['steps']:,}", "n"),
                 (f"{part['flops'] / 1e12:.4g}" if "flops" in part else "", "n"),
-                *((summaries.duration(part[name]) or "", "n") for name in ("train_s", "compile_s")),
+                *((summaries.duration(part.get(name)) or "", "n") for name in seconds),
                 *((summaries.number(part[key]) if key in part else "", "n") for _, key in scored),
             ]
             for part in parts
@@ -315,6 +316,7 @@ _PHASES = {
     "data_wait_s": "waiting for data",
     "checkpoint_s": "checkpoints",
     "compile_s": "compilation",
+    "handover_s": "hand-over",
     "evaluation_s": "evaluation",
 }
 
@@ -330,8 +332,8 @@ def _time(run: RunFiles) -> Iterator[str]:
         svg, "step time by window", "Time between the completions of two steps: median and 95th percentile by window."
     )
     parts = {name: sum(r.get(key) or 0.0 for r in run.timing) for key, name in _PHASES.items()}
-    # `wall_s` of a window leaves compilation and evaluation out; what no phase claims is the loop itself.
-    booked = sum(parts[_PHASES[key]] for key in _PHASES if key not in ("compile_s", "evaluation_s"))
+    # `wall_s` of a window leaves these three out; what no phase claims is the loop itself.
+    booked = sum(parts[_PHASES[key]] for key in _PHASES if key not in ("compile_s", "handover_s", "evaluation_s"))
     parts["everything else"] = max(0.0, sum(r.get("wall_s") or 0.0 for r in run.timing) - booked)
     svg = figures.shares({name: seconds for name, seconds in parts.items() if seconds > 0})
     yield page.picture(svg, "time by what it was spent on", "Wall time of the loop, from its first to its last window.")

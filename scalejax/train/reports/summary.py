@@ -58,7 +58,7 @@ def of_phases(
     """What each phase of a run took, and its scores at its end, by the lines of its records.
 
     So that it holds for a run of several processes in turn, too: steps, samples and flops are those of the run, and
-    seconds (train_s without compilation and evaluation, compile_s) are those of all windows that there are.
+    seconds (train_s without what counts apart, compile_s, handover_s) are those of all windows that there are.
 
     Args:
       splits: Name of a phase -> the split that it is scored on.
@@ -74,8 +74,8 @@ def of_phases(
         last, times = own[-1], [record for record in timing if record.get("phase") == phase]
         counted = {"steps": "step", "samples": "examples_seen", "flops": "flops_seen"}
         taken = {name: last[key] - before.get(key, 0) for name, key in counted.items() if key in last}
-        seconds = {"train_s": "wall_s", "compile_s": "compile_s"}
-        taken |= {name: sum(record[key] or 0.0 for record in times) for name, key in seconds.items()}
+        seconds = {"train_s": "wall_s", "compile_s": "compile_s", "handover_s": "handover_s"}
+        taken |= {name: sum(record.get(key) or 0.0 for record in times) for name, key in seconds.items()}
         at_end = [r for r in evaluations if (r["step"], r["split"]) == (last["step"], split)]
         values = {name: x for r in at_end for name, x in r.items() if name not in ("kind", "step", "split")}
         found.append({"phase": phase, **taken, **of_evaluation(split, values)})

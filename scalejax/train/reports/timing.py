@@ -11,10 +11,11 @@ Time is booked by phase:
     blocked       waiting for the device (steps to complete, metrics to arrive)
     checkpoint    the part of saving that holds the loop up
     compile       first calls; counted apart, in no rate and no step time
+    handover      a state made of a checkpoint, where a run goes on or a phase begins, surgery included; counted apart
     evaluation    counted apart likewise
 
-`samples_per_s` counts training examples over the wall time after the warm-up steps, compile and evaluation taken out
-and everything else (data, checkpoints, logging) left in. Other amounts of a step (tokens, FLOPs) are counted likewise,
+`samples_per_s` counts training examples over the wall time after the warm-up steps, what counts apart taken out and
+everything else (data, checkpoints, logging) left in. Other amounts of a step (tokens, FLOPs) are counted likewise,
 as `<name>_per_s`: rows of different lengths are different work.
 """
 
@@ -28,9 +29,9 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-Phase = Literal["data_wait", "dispatch", "blocked", "checkpoint", "compile", "evaluation"]
+Phase = Literal["data_wait", "dispatch", "blocked", "checkpoint", "compile", "handover", "evaluation"]
 
-_APART = ("compile", "evaluation")
+_APART = ("compile", "handover", "evaluation")
 _WAITS = ("blocked", "checkpoint", "evaluation")
 """Phases in which the loop waits for the device anyway: steps in flight are waited for and timed first."""
 
@@ -111,7 +112,7 @@ class StepTimer:
         """Waits for the steps in flight, returns what happened since the last call, and starts anew.
 
         Returns:
-          steps, examples, wall_s (compile and evaluation taken out), samples_per_s and that of other amounts,
+          steps, examples, wall_s (what counts apart taken out), samples_per_s and that of other amounts,
           step_mean_s, step_p50_s, step_p95_s, data_wait_share (of wall_s), and `<phase>_s` for each phase.
         """
         self._drain()
@@ -138,7 +139,8 @@ class StepTimer:
 
         Returns:
           samples_per_s and that of other amounts, step_mean_s, step_p50_s, step_p95_s and measured_steps (all without
-          warm-up), data_wait_share, compile_s, evaluation_s, checkpoint_s, and wall_s, which leaves nothing out.
+          warm-up), data_wait_share, compile_s, handover_s, evaluation_s, checkpoint_s, and wall_s, which leaves nothing
+          out.
         """
         self._drain()
         wall = self._clock() - self._start
@@ -151,6 +153,7 @@ class StepTimer:
             "measured_steps": len(durations),
             "data_wait_share": self._phases["data_wait"] / training if training > 0 else float("nan"),
             "compile_s": self._phases["compile"],
+            "handover_s": self._phases["handover"],
             "evaluation_s": self._phases["evaluation"],
             "checkpoint_s": self._phases["checkpoint"],
             "wall_s": wall,
