@@ -27,8 +27,8 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import check_at_least, check_one_of
-from scalejax.models.recsys.interactions import Interaction, LayerInputs, Mix, Normalization
+from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.models.recsys.interactions import Interaction, LayerInputs, Mix, Normalization, check_returned
 from scalejax.models.recsys.stack import StackConfig
 
 Ensemble = Literal["concat", "sum", "weighted"]
@@ -93,6 +93,11 @@ class DhenConfig(StackConfig):
         check_at_least("DhenConfig: repeats", self.repeats, 1)
         if not self.layers:
             raise ValueError("DhenConfig: layers must hold at least one EnsembleLayer; got none.")
+        for layer in self.layers:
+            if not isinstance(layer, EnsembleLayer):
+                raise UserError(
+                    f"DhenConfig: layers must be layers of modules; got {layer!r}. Write EnsembleLayer(modules=(...,))."
+                )
 
     def build_layers(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> list[nnx.Module]:
         n, dense, built = self.input_vectors(schema), self.vectors_of_dense(schema), []
@@ -119,18 +124,17 @@ class DhenLayer(nnx.Module):
         )
         self.shortcut = shortcut(inputs.n, config.outputs, rngs=rngs, dtypes=dtypes)
         self.norm = nn.LayerNorm(inputs.d, dtypes=dtypes) if config.normalization == "layer" else None
-        self.ensemble: Ensemble = config.ensemble
-        self.compute_dtype = dtypes.compute
+        self.config = config
 
     def __call__(self, x: jax.Array, dense: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """compute_dtype[n, B, d] and the vectors of dense features [m, B, d] -> compute_dtype[outputs, B, d]."""
-        parts = [
-            module(x, dense, key=None if key is None else jax.random.fold_in(key, i))
-            for i, module in enumerate(self.interactions)
-        ]
+        parts = []
+        for i, (module, config) in enumerate(zip(self.interactions, self.config.modules, strict=True)):
+            parts.append(module(x, dense, key=None if key is None else jax.random.fold_in(key, i)))
+            check_returned(config, parts[i].shape, (config.outputs, *x.shape[1:]), "`outputs`")
         if self.alpha is not None:
             parts = [alpha * part for alpha, part in zip(self.alpha[...].astype(x.dtype), parts, strict=True)]
-        return join(parts, x, self.ensemble, self.shortcut, self.norm)
+        return join(parts, x, self.config.ensemble, self.shortcut, self.norm)
 
 
 def shortcut(n: int, outputs: int, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Mix | None:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from scalejax import nn
-from scalejax.errors import check_at_least, check_one_of
+from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.models.recsys.stack import rows, vectors
 
 FmKind = Literal["lowrank", "plain", "attentive"]
@@ -64,6 +64,15 @@ class Interaction(Protocol):
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> nnx.Module: ...
 
 
+def check_returned(config: object, shape: tuple[int, ...], wanted: tuple[int, int, int], says: str) -> None:
+    """Raises UserError if a module returned another shape than its config says; `says` names what says it there."""
+    if tuple(shape) != wanted:
+        raise UserError(
+            f"{type(config).__name__}: its module returned {list(shape)}, and vectors, examples and their width should "
+            f"be {list(wanted)}. Mend what it returns, or {says} of {config!r}."
+        )
+
+
 class Mix(nnx.Module):
     """W X: `rows` linear combinations of the n vectors of an example. W ~ scaled_normal with fan-in n; no bias."""
 
@@ -73,9 +82,16 @@ class Mix(nnx.Module):
         )
         self.compute_dtype = dtypes.compute
 
-    def __call__(self, x: jax.Array, dense: jax.Array | None = None, *, key: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        dense: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        present: jax.Array | None = None,
+    ) -> jax.Array:
         """x: compute_dtype[n, B, d] -> compute_dtype[rows, B, d]."""
-        del dense, key
+        del dense, key, present
         return mix(self.weight[...].astype(self.compute_dtype), x)
 
 
@@ -383,6 +399,8 @@ class SelfAttention:
     def __post_init__(self) -> None:
         for name in ("outputs", "heads"):
             check_at_least(f"SelfAttention: {name}", getattr(self, name), 1)
+        if self.hidden is not None:
+            check_at_least("SelfAttention: hidden", self.hidden, 1)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "EncoderLayer":
         if inputs.d % self.heads:
@@ -400,7 +418,7 @@ class EncoderLayer(nnx.Module):
             logical_axes=("input", "hidden"),
         )
         self.out = nn.Linear(d, d, rngs=rngs, dtypes=dtypes)
-        sizes = (d, config.hidden or 4 * d, d)
+        sizes = (d, 4 * d if config.hidden is None else config.hidden, d)
         self.mlp = nn.Mlp(sizes, rngs=rngs, activation=config.activation, dropout_rate=config.dropout, dtypes=dtypes)
         self.norms = nnx.List([nn.LayerNorm(d, dtypes=dtypes) for _ in range(2)])
         self.mix = Mix(config.outputs, inputs.n, rngs=rngs, dtypes=dtypes)

@@ -32,19 +32,19 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Categorical, Schema
-from scalejax.errors import check_at_least
+from scalejax.errors import UserError, check_at_least
 from scalejax.models.recsys.dcnv2 import Cross, DcnV2Config
 from scalejax.models.recsys.dhen import DhenConfig
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.interactions import (
     FactorizationMachine,
-    FmBlock,
     Interaction,
     LayerInputs,
     LinearCompression,
+    check_returned,
 )
 from scalejax.models.recsys.stack import StackConfig, rows, vectors
-from scalejax.models.recsys.task import CtrTask
+from scalejax.models.recsys.task import CtrTask, OneVectorConfig
 from scalejax.models.recsys.wukong import WukongConfig
 from scalejax.nn.layers import split_params
 from scalejax.parallel.embedding.config import TableConfig
@@ -53,10 +53,12 @@ from scalejax.parallel.towers import Partition
 
 
 class TowerModule(Protocol):
-    """Describes a module of a tower.
+    """Describes a module of a tower, a frozen dataclass of plain values.
 
-    What `build` returns is called as an `interactions.Interaction` is, with zero vectors behind those of a smaller
-    tower, and gives those of its features first.
+    What `build` returns is called as module(x, key=key, present=present) with compute_dtype[F, B, N], of which the last
+    are zero in a tower with fewer features than the largest; bool[F] `present` says which are not, for norms and means
+    over features. key drives dropout, None = none. It returns compute_dtype[outputs_of(F), B, dim], first the
+    `outputs_of` its own features where there are fewer. `inputs` is what the largest tower has.
     """
 
     @property
@@ -108,9 +110,9 @@ class DlrmTowerModule(nnx.Module):
         self.mixed, self.each = linear(inputs.n * inputs.d, config.mixed), linear(inputs.d, config.each)
         self.config = config
 
-    def __call__(self, x: jax.Array, dense: jax.Array | None = None, *, key: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None, present: jax.Array | None = None) -> jax.Array:
         """x: compute_dtype[F, B, N] -> compute_dtype[p + c F, B, D]."""
-        del dense, key
+        del key, present
         (n, b, width), c, d = x.shape, self.config.each, self.config.dim
         parts = [] if self.mixed is None else [vectors(self.mixed(rows(x)), d)]  # p B D
         if self.each is not None:
@@ -158,13 +160,18 @@ class DcnTowerModule(nnx.Module):
         self.out = nn.Linear(width, inputs.n * config.dim, rngs=rngs, dtypes=dtypes)
         self.dim = config.dim
 
-    def __call__(self, x: jax.Array, dense: jax.Array | None = None, *, key: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None, present: jax.Array | None = None) -> jax.Array:
         """x: compute_dtype[F, B, N] -> compute_dtype[F, B, D]."""
-        del dense, key
+        del key, present
         x0 = flat = rows(x)
         for cross in self.crosses:
             flat = cross(x0, flat)
         return vectors(self.out(flat), self.dim)
+
+
+_MIXES = (LinearCompression, FactorizationMachine)
+"""Interactions to which zero vectors, with `present`, are no features."""
+_TOWER_MODULE = ("dim", "outputs_of", "build")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,14 +188,28 @@ class TowersConfig:
 
     base: DlrmConfig | DcnV2Config | WukongConfig | DhenConfig
     towers: Partition
-    modules: tuple[DlrmTower | DcnTower | LinearCompression | FactorizationMachine | TowerModule, ...] = ()
+    modules: tuple[DlrmTower | DcnTower | LinearCompression | FactorizationMachine | TowerModule, ...] = (
+        dataclasses.field(default=(), metadata={"stacked": True})
+    )
 
     def __post_init__(self) -> None:
-        widths = {type(module).__name__: self.width_of(module) for module in self.modules}
-        if len(set(widths.values())) > 1:
-            raise ValueError(
-                "TowersConfig: modules side by side must return vectors of one width; got "
-                f"{', '.join(f'{name} {width}' for name, width in widths.items())}."
+        if not isinstance(self.base, OneVectorConfig | StackConfig):
+            raise UserError(
+                "TowersConfig: base must be a model over vectors, DlrmConfig, DcnV2Config, WukongConfig or DhenConfig; "
+                f"got {self.base!r}."
+            )
+        for module in self.modules:
+            if not isinstance(module, _MIXES) and not all(hasattr(module, name) for name in _TOWER_MODULE):
+                raise UserError(
+                    "TowersConfig: modules must be DlrmTower, DcnTower, LinearCompression, FactorizationMachine or one "
+                    f"of your own with `dim`, `outputs_of` and `build` (TowerModule); got {module!r}."
+                )
+        widths = [self.width_of(module) for module in self.modules]
+        if len(set(widths)) > 1:
+            named = [f"{type(module).__name__} {width}" for module, width in zip(self.modules, widths, strict=True)]
+            raise UserError(
+                f"TowersConfig: modules side by side must return vectors of one width; got {', '.join(named)}. Give "
+                f"them one dim; that of LinearCompression and FactorizationMachine is the tables', {self.table_dim}."
             )
         if isinstance(self.base, StackConfig) and (self.base.important or self.base.narrow):
             raise ValueError(
@@ -225,16 +246,12 @@ class TowersConfig:
 
     def width_of(self, module: object) -> int:
         """Width of the vectors that a module returns."""
-        is_interaction = isinstance(module, LinearCompression | FactorizationMachine)
-        return self.table_dim if is_interaction else cast(TowerModule, module).dim
+        return self.table_dim if isinstance(module, _MIXES) else cast(TowerModule, module).dim
 
     def outputs_of(self, features: int) -> tuple[int, ...]:
         """Vectors that leave each module of a tower of so many features."""
         return tuple(
-            module.outputs
-            if isinstance(module, LinearCompression | FactorizationMachine)
-            else module.outputs_of(features)
-            for module in self.modules
+            module.outputs if isinstance(module, _MIXES) else module.outputs_of(features) for module in self.modules
         ) or (features,)
 
     def task(self, schema: Schema) -> CtrTask:
@@ -280,7 +297,7 @@ class Towers(nnx.Module):
         outputs = tuple(Categorical(name=name, rows=1) for name in names)
         over = dataclasses.replace(config.base, dim=config.base.dim * config.dim // config.table_dim)
         self.over = over.build(dataclasses.replace(schema, categorical=outputs), rngs, dtypes)
-        self.features, self.places, self.room = towers, tuple(places.items()), room
+        self.config, self.features, self.places, self.room = config, towers, tuple(places.items()), room
         self.compute_dtype = dtypes.compute
 
     def gather(self, embedded: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -297,7 +314,11 @@ class Towers(nnx.Module):
         """
         modules: Sequence[Any] = self.modules
         keys = None if key is None else jax.random.split(key, (len(modules), len(x)))
-        parts = [_apply(module, x, present, None if keys is None else keys[i]) for i, module in enumerate(modules)]
+        parts, counts = [], self.config.outputs_of(self.room)
+        for i, (module, config) in enumerate(zip(modules, self.config.modules, strict=True)):
+            parts.append(_apply(module, x, present, None if keys is None else keys[i]))
+            wanted = counts[i], x.shape[2], self.config.dim
+            check_returned(config, parts[i].shape[1:], wanted, f"`dim` and `outputs_of({self.room})`")
         return jnp.concatenate(parts, axis=1) if parts else x
 
     def __call__(
@@ -323,7 +344,8 @@ def _stacked(
     for same in zip(*states, strict=True):
         path, first = same[0]
         values = jnp.stack([variable.get_value() for _, variable in same])
-        stacked.append((path, first.copy(values, logical_axes=("towers", *first.get_metadata()["logical_axes"]))))
+        own = first.get_metadata().get("logical_axes", (None,) * (values.ndim - 1))
+        stacked.append((path, first.copy(values, logical_axes=("towers", *own))))
     return nnx.merge(each[0][0], nnx.from_flat_state(stacked))
 
 
@@ -333,7 +355,6 @@ def _apply(module: nnx.Module, x: jax.Array, present: jax.Array, keys: jax.Array
 
     def one(params: dict[str, jax.Array], x: jax.Array, present: jax.Array, key: jax.Array | None) -> jax.Array:
         tower: Any = merge(params)
-        beside = {"present": present} if isinstance(tower, FmBlock) else {}
-        return tower(x, x[:0], key=key, **beside)
+        return tower(x, key=key, present=present)
 
     return jax.vmap(one)(params, x, present, keys)

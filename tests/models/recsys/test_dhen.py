@@ -12,6 +12,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.configs.recsys import dhen as recipes
 from scalejax.data.examples.schema import Categorical, Schema
+from scalejax.errors import UserError
 from scalejax.models.recsys.dhen import DhenConfig, DhenLayer, EnsembleLayer
 from scalejax.models.recsys.interactions import (
     DotProduct,
@@ -189,10 +190,51 @@ def test_the_size_for_the_flights_has_the_flops_and_the_identity_as_shortcut():
     assert {table.dim for table in task.tables()} == {32}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scales:
+    """The first vectors, each times a number of its own."""
+
+    outputs: int
+    lacks: int = 0
+
+    def build(self, inputs, *, rngs, dtypes):
+        del inputs, rngs
+        return Scaled(self.outputs - self.lacks, dtypes)
+
+
+class Scaled(nnx.Module):
+    def __init__(self, count, dtypes):
+        self.scale = nnx.Param(jnp.ones((count, 1, 1), dtypes.params))
+
+    def __call__(self, x, dense, *, key=None):
+        del dense, key
+        return self.scale[...] * x[: len(self.scale[...])]
+
+
+def test_a_module_of_ones_own_stands_in_a_layer_and_returns_what_it_says(schema, examples, randomised, x64):
+    layer = build(EnsembleLayer(modules=(Scales(outputs=3), FM), normalization="none"), randomised)
+    own, machine = layer.interactions
+    wanted = np.concatenate([own.scale[...] * X[:3], machine(jnp.asarray(X))])
+    np.testing.assert_allclose(call(layer) - np.asarray(layer.shortcut(jnp.asarray(X))), wanted, rtol=1e-11, atol=1e-12)
+    for ensemble in ("concat", "sum"):
+        modules = (Scales(outputs=3, lacks=1), Scales(outputs=3))
+        config = dataclasses.replace(SMALL, layers=(EnsembleLayer(modules=modules, ensemble=ensemble),))
+        task = config.task(schema)
+        model, batch = task.init(nnx.Rngs(0), F64), examples(task)
+        with pytest.raises(
+            UserError, match=r"^Scales: its module returned \[2, 6, 4\], .* be \[3, 6, 4\]. Mend .* `outp"
+        ):
+            model(batch.embedded, batch["dense"])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: EnsembleLayer(modules=()), "at least one module"),
+        (
+            lambda: DhenConfig(layers=(LinearCompression(outputs=4),)),
+            r"layers must be layers of modules; got LinearCompression\(outputs=4\)\. Write EnsembleLayer",
+        ),
         (lambda: EnsembleLayer(modules=("linear",)), "must be interactions such as Linear.*got 'linear'"),
         (
             lambda: EnsembleLayer(modules=(LinearCompression(outputs=3), FeatureCross(outputs=4)), ensemble="sum"),

@@ -202,6 +202,7 @@ def test_every_expert_drops_by_a_key_of_its_own(randomised, x64):
         (lambda: interactions.DotProduct(outputs=1, mixed=1), "mixed must be at least 2; got 1"),
         (lambda: interactions.FeatureCross(outputs=1, rank=0), "rank must be at least 1; got 0"),
         (lambda: interactions.MlpExperts(outputs=1, experts=0), "experts must be at least 1; got 0"),
+        (lambda: interactions.SelfAttention(outputs=1, hidden=0), "SelfAttention: hidden must be at least 1; got 0"),
         (
             lambda: interactions.SelfAttention(outputs=1, heads=3).build(
                 LayerInputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64

@@ -16,7 +16,14 @@ from scalejax.inference.recommendation import operators
 from scalejax.models.recsys.dcnv2 import DcnV2Config
 from scalejax.models.recsys.dhen import DhenConfig, EnsembleLayer
 from scalejax.models.recsys.dlrm import DlrmConfig
-from scalejax.models.recsys.interactions import FactorizationMachine, FeatureCross, LayerInputs, LinearCompression
+from scalejax.models.recsys.interactions import (
+    FactorizationMachine,
+    FeatureCross,
+    LayerInputs,
+    LinearCompression,
+    MlpExperts,
+)
+from scalejax.models.recsys.logistic import LogisticConfig
 from scalejax.models.recsys.towers import DcnTower, DlrmTower, TowersConfig
 from scalejax.models.recsys.wukong import WukongConfig
 from scalejax.numerics.quantized import weights
@@ -299,9 +306,72 @@ def test_what_is_no_partition_of_the_features_is_refused(towers, message, schema
         TowersConfig(base=DLRM, towers=Partition(towers=towers)).task(schema)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Centred:
+    """Vectors without their mean over the features, each times a number of its own; a module as users write them."""
+
+    dim: int = N
+    more: int = 0
+
+    def outputs_of(self, features):
+        return features + self.more
+
+    def build(self, inputs, *, rngs, dtypes):
+        del rngs
+        return Centring(inputs.n, dtypes)
+
+
+class Centring(nnx.Module):
+    def __init__(self, features, dtypes):
+        self.scale = nnx.Param(jnp.ones((features, 1, 1), dtypes.params))
+
+    def __call__(self, x, *, key=None, present=None):
+        del key
+        return self.scale[...] * (x - x.sum(0, keepdims=True) / present.sum().astype(x.dtype))
+
+
+def test_a_module_of_ones_own_leaves_out_features_that_a_tower_lacks(schema, examples, randomised, x64):
+    config = TowersConfig(base=DLRM, towers=UNEQUAL, modules=(Centred(),))
+    model, batch = built(config, schema, randomised), examples(config.task(schema))
+    got, scale = model.interact(*model.gather(batch.embedded)), np.asarray(model.modules[0].scale[...])
+    assert scale.shape == (2, 3, 1, 1)
+    for t, tower in enumerate(UNEQUAL.towers):
+        x = np.stack([np.asarray(batch.embedded[name]) for name in tower])
+        wanted = scale[t, : len(tower)] * (x - x.mean(0))
+        np.testing.assert_allclose(got[t, : len(tower)], wanted, rtol=1e-11, atol=1e-12)
+    assert model(batch.embedded, batch["dense"]).shape == (6, 2)
+
+
+@pytest.mark.parametrize("wrong", [{"dim": 3}, {"more": 1}], ids=["width", "number"])
+def test_a_module_of_ones_own_returns_what_it_says(wrong, schema, examples):
+    config = TowersConfig(base=DLRM, towers=UNEQUAL, modules=(Centred(**wrong),))
+    task = config.task(schema)
+    batch = examples(task, dtype=np.float32)
+    model = task.init(nnx.Rngs(0), nn.FLOAT32)
+    with pytest.raises(UserError, match=r"^Centred: its module returned \[3, 6, 4\], .* Mend .* `dim` and `outputs_of"):
+        model(batch.embedded, batch["dense"])
+
+
+@pytest.mark.parametrize(
+    "module",
+    [FeatureCross(outputs=4), MlpExperts(outputs=4), "linear", DlrmTower],
+    ids=["cross", "experts", "text", "class"],
+)
+def test_what_is_no_module_of_a_tower_is_refused(module):
+    with pytest.raises(UserError, match=r"^TowersConfig: modules must be DlrmTower, .* or one of your own .*; got "):
+        TowersConfig(base=DLRM, towers=UNEQUAL, modules=(module,))
+
+
+def test_what_is_no_model_over_vectors_is_refused():
+    with pytest.raises(UserError, match=r"^TowersConfig: base must be .* DhenConfig; got LogisticConfig\("):
+        TowersConfig(base=LogisticConfig(), towers=UNEQUAL, modules=(DlrmTower(dim=4),))
+
+
 def test_modules_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"of one width; got DlrmTower 3, LinearCompression 4\."):
+    with pytest.raises(UserError, match=r"of one width; got DlrmTower 3, LinearCompression 4\. Give .* tables', 4\."):
         TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=3), LinearCompression(outputs=1)))
+    with pytest.raises(UserError, match=r"of one width; got DlrmTower 4, DlrmTower 8\."):
+        TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=4), DlrmTower(dim=8)))
     with pytest.raises(ValueError, match=r"DlrmTower: each \+ mixed must be at least 1; got 0"):
         DlrmTower(dim=3, each=0)
     with pytest.raises(ValueError, match=r"make 3 of a width of 4, which does not go into vectors of 2 evenly"):
