@@ -163,6 +163,10 @@ class ByPath:
         """The schedule that a run reports: that of the last rule, which mostly is the one for all other parameters."""
         return self.rules[-1].optimizer.learning_rate
 
+    def of(self, path: str) -> Sgd | Adam | AdamL2 | AdamW | Lamb | Lans:
+        """The optimizer of a parameter."""
+        return next(rule.optimizer for rule in self.rules if re.fullmatch(rule.paths, path))
+
     def build(self, steps: int) -> optax.GradientTransformation:
         each: dict[Hashable, optax.GradientTransformation] = {
             f"{number}": rule.optimizer.build(steps) for number, rule in enumerate(self.rules)

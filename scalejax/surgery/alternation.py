@@ -3,7 +3,8 @@
     alternate(experiment, ((64, 1.0), (160, 0.5), (64, 1.0), (128, 0.5), (96, 1.0)), multiple=8)
 
 The widths are those of the config: every field of it, and of the configs in it, that is named `hidden` or ends in
-`_hidden`. So a model that was cut is an ordinary smaller one, and its checkpoint opens anywhere.
+`_hidden`, but for those in fields whose metadata say "stacked", as the modules of towers, whose units stay (see
+`units`). So a model that was cut is an ordinary smaller one, and its checkpoint opens anywhere.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from scalejax import optim
 from scalejax.errors import UserError, check_at_least
 from scalejax.surgery.units import Growth, ResizeUnits, Score
 from scalejax.train.experiment import Experiment, Phase
@@ -50,6 +52,8 @@ def _narrowed(value: Any, share: float, multiple: int, where: str) -> tuple[Any,
     changes, total = {}, 0
     for field in dataclasses.fields(value):
         own, path = getattr(value, field.name), f"{where}.{field.name}"
+        if field.metadata.get("stacked"):
+            continue
         if field.name != "hidden" and not field.name.endswith("_hidden"):
             changes[field.name], count = _narrowed(own, share, multiple, path)
             total += count
@@ -84,7 +88,8 @@ def alternate(
       growth, score: See `ResizeUnits`.
 
     Raises:
-      UserError: the schedule does not begin or end with the whole model, or `narrowed` refuses.
+      UserError: the schedule does not begin or end with the whole model, `narrowed` refuses, or the optimizer corrects
+        moments by steps that it cannot count for each number.
     """
     if experiment.phases:
         raise UserError(f"alternate: the experiment has {len(experiment.phases)} phases of its own. Leave them out.")
@@ -94,8 +99,7 @@ def alternate(
             "alternate: a schedule begins and ends with the whole model, a share of 1, so that what goes on to learn "
             f"from new data has all of its units; got the shares {shares}. Add a last phase with the share 1."
         )
-    optimizer: Any = experiment.optimizer
-    surgery = ResizeUnits(growth=growth, score=score, b2=getattr(optimizer, "b2", ResizeUnits.b2))
+    surgery = ResizeUnits(growth=growth, score=score)
     phases, current = [], experiment.model
     for number, (steps, share) in enumerate(schedule[1:], 1):
         model = narrowed(experiment.model, share, multiple) if share != 1 else experiment.model
@@ -109,6 +113,21 @@ def alternate(
             )
         )
         current = model
-    if hasattr(optimizer, "counts"):
-        optimizer = dataclasses.replace(optimizer, counts="each")
+    optimizer = _counting_each(experiment.optimizer)
     return dataclasses.replace(experiment, steps=schedule[0][0], optimizer=optimizer, phases=tuple(phases))
+
+
+def _counting_each(optimizer: Any) -> Any:
+    """The optimizer with steps that are counted for each number, where moments are corrected by them."""
+    if isinstance(optimizer, optim.ByPath):
+        rules = [dataclasses.replace(rule, optimizer=_counting_each(rule.optimizer)) for rule in optimizer.rules]
+        return dataclasses.replace(optimizer, rules=tuple(rules))
+    if hasattr(optimizer, "counts"):
+        return dataclasses.replace(optimizer, counts="each")
+    if not isinstance(optimizer, optim.Sgd):
+        raise UserError(
+            f"alternate: optimizer={type(optimizer).__name__} counts its steps once for all parameters, and units that "
+            "grow need a count of their own. Take Adam or AdamW, which have that, or Sgd, which needs none; alone or in "
+            "the rules of ByPath."
+        )
+    return optimizer

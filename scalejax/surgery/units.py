@@ -2,7 +2,9 @@
 
 Unit j of a hidden layer is column j of the matrix in, W, entry j of the bias, and row j of the matrix out, V; in a run
 also their moments, counts of steps and averages. Nothing else touches it, so that the units of one layer do not hang on
-those of another: `hidden_layers` finds them in any model whose MLPs are `nn.Mlp`, by the paths of its parameters.
+those of another: `hidden_layers` finds them in any model whose MLPs are `nn.Mlp`, by the names of its parameters,
+"PATH/layers/0/kernel", "PATH/layers/0/bias", "PATH/layers/1/kernel" and so on. MLPs whose parameters are stacked, as
+those of the modules of towers, keep their units.
 
     norm score      ||W[:, j]||_2 ||V[j, :]||_2         the same if W[:, j] and b[j] are c times and V[j, :] 1/c times
     Taylor score    sum_w w^2 mean((dL/dw)^2)           over the weights w of W[:, j], b[j] and V[j, :]: to first order
@@ -22,11 +24,12 @@ Paper: X. Du et al., "Alternate Model Growth and Pruning for Efficient Training 
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, TypeVar, get_args
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 
+from scalejax import optim
 from scalejax.errors import UserError, check_one_of
 from scalejax.train.checkpoints.array_store import AnyArray
 from scalejax.train.checkpoints.manifest import Shaped
@@ -34,7 +37,6 @@ from scalejax.train.checkpoints.trained import Trained
 
 Growth = Literal["zero", "resume"]
 Score = Literal["norm", "taylor"]
-State = TypeVar("State", bound=Mapping[str, Shaped])
 
 _LINEAR = re.compile(r"(.*\blayers)/(\d+)/(kernel|bias)")
 _PARAMS = "params."
@@ -166,7 +168,9 @@ def _second_moments(state: Mapping[str, Shaped]) -> dict[str, str]:
     return {_path(name): name for name in state if re.match(r"optimizer\.(.+\.)?nu\.", name)}
 
 
-def _mean_squares(state: Mapping[str, AnyArray], paths: Sequence[str], b2: float) -> dict[str, np.ndarray]:
+def _mean_squares(
+    state: Mapping[str, AnyArray], paths: Sequence[str], optimizer: optim.Optimizer | None
+) -> dict[str, np.ndarray]:
     """Adam's second moments of parameters, corrected for the steps that each number has seen."""
     names, found = _second_moments(state), {}
     for path in paths:
@@ -174,7 +178,9 @@ def _mean_squares(state: Mapping[str, AnyArray], paths: Sequence[str], b2: float
         count = state.get(name.replace(f"nu.{path}", f"count.{path}"), state.get(name.replace(f"nu.{path}", "count")))
         assert count is not None, name
         steps = np.maximum(np.asarray(count[...], np.float64), 1)
-        found[path] = np.asarray(state[name][...], np.float64) / (1 - b2**steps)
+        adam = optimizer.of(path) if isinstance(optimizer, optim.ByPath) else optimizer
+        assert adam is not None and not isinstance(adam, optim.Sgd), name  # noqa: PT018 (one question: whose moments)
+        found[path] = np.asarray(state[name][...], np.float64) / (1 - adam.b2**steps)
     return found
 
 
@@ -185,12 +191,10 @@ class ResizeUnits:
     Attributes:
       growth: What a layer that grows gets: new units, or those that phases before have cut.
       score: By which a layer that shrinks keeps units. "taylor" reads the second moments of Adam or AdamW.
-      b2: That of the optimizer, for the Taylor score.
     """
 
     growth: Growth = "zero"
     score: Score = "norm"
-    b2: float = 0.999
 
     def __post_init__(self) -> None:
         check_one_of("ResizeUnits: growth", self.growth, get_args(Growth))
@@ -209,7 +213,7 @@ class ResizeUnits:
         """
         there, new = ({_PARAMS + path: x for path, x in own.params.items()} for own in (trained, fresh))
         self.check([there], new)
-        made = self.operate_state([there], new)
+        made = self.operate_state([there], new, [None])
         params = {name.removeprefix(_PARAMS): array for name, array in made.items()}
         return dataclasses.replace(trained, params=params, averages={}, identity=fresh.identity)
 
@@ -239,9 +243,15 @@ class ResizeUnits:
                     same[axis] = now[layer]
             if old is None or same != wanted:
                 was = "not there" if old is None else f"{list(old.shape)}"
+                linear = _LINEAR.fullmatch(_path(name))
+                why = "which is no matter of hidden units. Change widths of hidden layers alone."
+                if linear and len(wanted) > (1 if linear[3] == "bias" else 2):
+                    why = (
+                        "and units of MLPs whose parameters are stacked, as those of the modules of towers, neither "
+                        "come nor go. Change widths of the model over the towers alone, such as model.base.top_hidden."
+                    )
                 raise UserError(
-                    f"surgery.units: {name} is {wanted} in the model to be and {was} in the one before, which is no "
-                    "matter of hidden units. Change widths of hidden layers alone."
+                    f"surgery.units: {name} is {wanted} in the model to be and {was} in the one before, {why}"
                 )
         if before == now:
             raise UserError(
@@ -249,14 +259,15 @@ class ResizeUnits:
                 f"{len(now)} hidden layers. Change a width of the model in this phase, or leave the surgery out."
             )
         squares = _second_moments(history[-1])
-        missing = [layer.name for layer in hidden_layers(_params(history[-1])) if layer.out not in squares]
+        layers = hidden_layers(_params(history[-1]))
+        missing = [layer.name for layer in layers if not squares.keys() >= {layer.kernel, layer.bias, layer.out}]
         if self.score == "taylor" and any(now[name] < width for name, width in before.items()) and missing:
             raise UserError(
                 "surgery.units: score='taylor' reads Adam's second moments of the weights of units, and there are none "
                 f"for {missing[0]!r}. Train it with optimizer=Adam or AdamW in the phase before, or take score='norm'."
             )
         grows = [layer for layer in hidden_layers(_params(fresh)) if layer.width > before[layer.name]]
-        if grows and self.growth == "resume" and not any(self._undone(history, now)):
+        if grows and self.growth == "resume" and not self._undone(history, now):
             raise UserError(
                 "surgery.units: growth='resume' brings back units that phases before have cut, and no state before has "
                 "had the widths of the model to be with nothing but cuts since. Take growth='zero', or grow to "
@@ -268,21 +279,27 @@ class ResizeUnits:
                     raise UserError(
                         "surgery.units: the optimizer counts its steps once for all parameters, so that the moments of "
                         f"the new units of {layer.name!r} would be corrected for steps that they have not seen. Set "
-                        "--set optimizer.counts=each, which Adam and AdamW have, from the beginning of the run."
+                        "--set optimizer.counts=each, which Adam and AdamW have, alone or in the rules of ByPath, from "
+                        "the beginning of the run."
                     )
 
     def operate_state(
-        self, history: Sequence[Mapping[str, AnyArray]], fresh: Mapping[str, AnyArray]
+        self,
+        history: Sequence[Mapping[str, AnyArray]],
+        fresh: Mapping[str, AnyArray],
+        optimizers: Sequence[optim.Optimizer | None],
     ) -> dict[str, np.ndarray]:
         """See `train.experiment.StatefulSurgery`."""
         now = _widths(fresh)
         state: Mapping[str, AnyArray] = {name: history[-1][name] for name in fresh}
         before = _widths(state)
         if any(now[name] > width for name, width in before.items()) and self.growth == "resume":
-            for earlier in self._undone(history, now):
-                state = put(state, self._selected(earlier, _widths(state)), earlier)
+            for number in self._undone(history, now):
+                kept = self._selected(history[number], _widths(state), optimizers[number])
+                state = put(state, kept, history[number])
             return {name: np.asarray(array[...]) for name, array in state.items()}
-        state = cut(state, self._selected(history[-1], {name: min(n, now[name]) for name, n in before.items()}))
+        narrow = {name: min(width, now[name]) for name, width in before.items()}
+        state = cut(state, self._selected(history[-1], narrow, optimizers[-1]))
         kept = {name: np.arange(before[name]) for name in now if now[name] > before[name]}
         made = put(state, kept, fresh)
         for name, array in made.items():  # what leaves new units, in parameters and averages; of moments it is zero
@@ -290,30 +307,32 @@ class ResizeUnits:
                 array[len(kept[layer]) :] = 0
         return made
 
-    def _selected(self, wide: Mapping[str, AnyArray], widths: Mapping[str, int]) -> Kept:
+    def _selected(
+        self, wide: Mapping[str, AnyArray], widths: Mapping[str, int], optimizer: optim.Optimizer | None
+    ) -> Kept:
         """The units that are left of a state where its layers shrink to these widths."""
         params = {name.removeprefix(_PARAMS): x for name, x in wide.items() if name.startswith(_PARAMS)}
         kept = {}
         for layer in hidden_layers(params):
             if widths[layer.name] < layer.width:
                 if self.score == "taylor":
-                    squares = _mean_squares(wide, (layer.kernel, layer.bias, layer.out), self.b2)
+                    squares = _mean_squares(wide, (layer.kernel, layer.bias, layer.out), optimizer)
                     scores = taylor_scores(params, squares, layer)
                 else:
                     scores = norm_scores(params, layer)
                 kept[layer.name] = best(scores, widths[layer.name])
         return kept
 
-    def _undone(self, history: Sequence[State], widths: Mapping[str, int]) -> Iterator[State]:
-        """The states before each cut, from the newest, back to one of these widths; nothing if there is none."""
+    def _undone(self, history: Sequence[Mapping[str, Shaped]], widths: Mapping[str, int]) -> list[int]:
+        """Numbers of the states before each cut, from the newest, back to one of these widths; [] if there is none."""
         found, current = [], _widths(history[-1])
-        for state in reversed(history[:-1]):
-            own = _widths(state)
+        for number in reversed(range(len(history) - 1)):
+            own = _widths(history[number])
             if own.keys() != current.keys() or any(own[name] < width for name, width in current.items()):
-                return
+                break
             if own != current:
-                found.append(state)
+                found.append(number)
                 current = own
             if current == widths:
-                yield from found
-                return
+                return found
+        return []

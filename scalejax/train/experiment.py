@@ -257,7 +257,10 @@ class StatefulSurgery(Surgery, Protocol):
         ...
 
     def operate_state(
-        self, history: "Sequence[Mapping[str, AnyArray]]", fresh: "Mapping[str, AnyArray]"
+        self,
+        history: "Sequence[Mapping[str, AnyArray]]",
+        fresh: "Mapping[str, AnyArray]",
+        optimizers: Sequence[optim.Optimizer],
     ) -> "Mapping[str, AnyArray]":
         """The state to go on with.
 
@@ -265,6 +268,7 @@ class StatefulSurgery(Surgery, Protocol):
           history: At the end of each phase so far; the last is the newest. Arrays are read when they are indexed; only
             with `reads_history` may those before the newest be.
           fresh: As it is drawn at the beginning of a run, with another seed in every phase.
+          optimizers: Which the states of `history` are of.
 
         Returns:
           Arrays with the names and shapes of `fresh`.

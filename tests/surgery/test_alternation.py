@@ -37,7 +37,7 @@ def rows(tmp_path_factory):
     return small_run.write(tmp_path_factory.mktemp("rows") / "rows.parquet")
 
 
-def alternating(rows, growth="zero", schedule=SCHEDULE, **changes):
+def alternating(rows, growth="zero", schedule=SCHEDULE, score="norm", **changes):
     base = small_run.experiment(
         rows,
         model=MODEL,
@@ -48,7 +48,12 @@ def alternating(rows, growth="zero", schedule=SCHEDULE, **changes):
         checkpoints=Checkpoints(every=2, keep_last=2, keep_best=0),
         averages=(optim.Average(name="ema", decay=0.9),),
     )
-    return alternate(changed(base, **changes), schedule, growth=growth)
+    return alternate(changed(base, **changes), schedule, growth=growth, score=score)
+
+
+def by_path(optimizer):
+    rules = (optim.For(paths="top/.*", optimizer=optim.AdamW()), optim.For(paths=".*", optimizer=optimizer))
+    return optim.ByPath(rules=rules)
 
 
 def dense(folder, step):
@@ -88,17 +93,29 @@ class Compiled(logging.Handler):
 @pytest.fixture(scope="module")
 def whole(rows, tmp_path_factory):
     folder, heard = tmp_path_factory.mktemp("whole"), Compiled()
-    logger, follow = logging.getLogger("jax"), Run.follow
+    logger, follow, operate, experiment = (
+        logging.getLogger("jax"),
+        Run.follow,
+        ResizeUnits.operate_state,
+        alternating(rows),
+    )
+
+    def operated(surgery, history, fresh, optimizers):
+        assert len(history) == len(optimizers)
+        assert set(optimizers) == {experiment.optimizer}
+        return operate(surgery, history, fresh, optimizers)
+
     logger.addHandler(heard)
     try:
         with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 Run, "follow", lambda self, *a: heard.names.append(f"phase {self.phase.name}") or follow(self, *a)
             )
-            summary = loop.train(alternating(rows), workdir=folder)
+            patch.setattr(ResizeUnits, "operate_state", operated)
+            summary = loop.train(experiment, workdir=folder)
     finally:
         logger.removeHandler(heard)
-    return folder, {**summary, "experiment": alternating(rows)}, heard.names
+    return folder, {**summary, "experiment": experiment}, heard.names
 
 
 def test_widths_are_shares_rounded_up_to_a_multiple():
@@ -133,6 +150,15 @@ def test_a_schedule_is_phases_under_one_schedule_of_rates(rows):
     assert [sorted(p.pinned) for p in found] == [[4, 7, 10, 13], [4, 7, 10, 13], [4, 7, 10, 13], [7, 10, 13], [10, 13]]
     assert [p.pinned for p in phases.resolved(alternating(rows))] == [frozenset()] * 5
     assert experiment.optimizer.counts == "each"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_moments_that_are_corrected_by_steps_count_them_for_each_number(rows):
+    for optimizer in (optim.Adam(), optim.AdamW(), by_path(optim.Adam())):
+        experiment = alternating(rows, optimizer=optimizer)
+        rules = getattr(experiment.optimizer, "rules", (experiment,))
+        assert {rule.optimizer.counts for rule in rules} == {"each"}
+        loop._bind(experiment, None)
+    assert alternating(rows, optimizer=by_path(optim.Sgd())).optimizer.rules[1].optimizer == optim.Sgd()
 
 
 def test_one_schedule_of_rates_goes_over_all_phases(whole):
@@ -195,7 +221,10 @@ def test_the_summary_says_what_each_phase_took(whole):
     each = [64 * model.task(schema).flops_per_example() for model in models]
     assert each[1] < each[0] == each[2]
     assert [p["flops"] for p in found] == [p["steps"] * flops for p, flops in zip(found, each, strict=True)]
-    assert all(p["train_s"] > 0 and p["compile_s"] > 0 for p in found)
+    assert all(p["train_s"] > 0 for p in found)
+    # A width that was there before compiles nothing.
+    assert [p["compile_s"] > 0 for p in found] == [True, True, False, False, False]
+    assert [p["handover_s"] > 0 for p in found] == [False, True, True, True, True]
     assert json.loads((folder / "summary.json").read_text())["phases"] == found
     lines, times = (read_lines(folder / f"{name}.jsonl") for name in ("metrics", "timing"))
     steps = [name for p in found for name in [p["phase"]] * p["steps"]]
@@ -223,7 +252,8 @@ def test_a_run_that_is_killed_in_any_phase_goes_on_to_the_same_bits(step, growth
     lines = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")]
     assert lines[0] == lines[1]
     parts = [json.loads((tmp_path / name / "summary.json").read_text())["phases"] for name in ("whole", "killed")]
-    assert all(p["train_s"] > 0 and p["compile_s"] > 0 for p in parts[1])
+    assert all(p["train_s"] > 0 for p in parts[1])
+    assert all(p["handover_s"] > 0 for p in parts[1][1:])
     one, two = ([{k: x for k, x in p.items() if not k.endswith("_s")} for p in found] for found in parts)
     assert one == two
 
@@ -263,12 +293,17 @@ def test_mistakes_are_named(rows, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             alternating(rows, schedule=schedule)
+    for optimizer in (optim.AdamL2(), optim.Lamb(), optim.Lans()):
+        for own in (optimizer, by_path(optimizer)):
+            said = rf"{type(optimizer).__name__} counts its steps once .* Take Adam or AdamW, .* or Sgd"
+            with pytest.raises(UserError, match=said):
+                alternating(rows, optimizer=own)
     with pytest.raises(UserError, match=r"DlrmConfig\.bottom_hidden has a width of 8, below the multiple of 16"):
         narrowed(MODEL, 0.5, 16)
     with pytest.raises(UserError, match=r"LogisticConfig has no MLP with a hidden layer"):
         narrowed(LogisticConfig(), 0.5)
     experiment = alternating(rows)
-    with pytest.raises(UserError, match=r"counts its steps once .* --set optimizer\.counts=each"):
+    with pytest.raises(UserError, match=r"counts its steps once .* --set optimizer\.counts=each, .* ByPath"):
         loop.train(changed(experiment, optimizer__counts="one"), workdir=tmp_path / "one")
     nothing = Phase(name="nothing", steps=1, surgery=ResizeUnits())
     with pytest.raises(UserError, match=r"as wide as the one before"):
@@ -276,17 +311,55 @@ def test_mistakes_are_named(rows, tmp_path):
     assert not (tmp_path / "one").exists()
 
 
-def test_a_run_goes_on_with_no_other_schedule(rows, tmp_path):
+@pytest.fixture(scope="module")
+def ended(rows, tmp_path_factory):
+    """The folder of a run that was killed between its first two phases."""
+
     class Ended(BaseException):
         pass
 
-    experiment, other = alternating(rows), alternating(rows, schedule=((4, 1.0), (3, 0.5), (5, 1.0)))
+    def end(*_):
+        raise Ended
+
+    folder = tmp_path_factory.mktemp("ended")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Ended):
-
-        def end(*_):
-            raise Ended
-
         patch.setattr(loop.Run, "follow", end)
-        loop.train(experiment, workdir=tmp_path)
+        loop.train(alternating(rows), workdir=folder)
+    return folder
+
+
+def with_share(share):
+    return {"schedule": tuple((steps, share if own < 1 else own) for steps, own in SCHEDULE)}
+
+
+OTHER_SCHEDULES = {
+    "steps": {"schedule": ((4, 1.0), (3, 0.5), (5, 1.0))},
+    "share": with_share(0.25),
+    "growth": {"growth": "resume"},
+    "score": {"score": "taylor"},
+}
+
+
+@pytest.mark.parametrize("other", OTHER_SCHEDULES.values(), ids=OTHER_SCHEDULES)
+def test_a_run_goes_on_with_no_other_schedule(rows, ended, other):
     with pytest.raises(UserError, match=r"schedule is '.*' in the checkpoint and '.*' here"):
-        loop.train(other, workdir=tmp_path, resume="must")
+        loop.train(alternating(rows, **other), workdir=ended, resume="must")
+
+
+def test_a_schedule_is_what_phases_make_of_the_model(rows):
+    own = phases.resolved(alternating(rows, schedule=((4, 1.0), (3, 0.5), (2, 1.0)), score="taylor"))
+    assert {phase.schedule for phase in own} == {
+        "4 steps; 3 steps 1-cut model.bottom_hidden.0=4 model.top_hidden.0=8 model.top_hidden.1=4 "
+        "by ResizeUnits(score=taylor); "
+        "2 steps 2-grow model.bottom_hidden.0=8 model.top_hidden.0=16 model.top_hidden.1=8 "
+        "by ResizeUnits(score=taylor)"
+    }
+    for changes in (
+        {"model__dropout": 0.5},
+        {"optimizer__learning_rate": optim.Constant(value=1e-3)},
+        {"data__batch_size": 32},
+        {"strategy": Fsdp(sharding="FULL_SHARD")},
+        {"checkpoints__keep_last": 5},
+    ):
+        other = phases.resolved(alternating(rows, **changes))
+        assert other[0].schedule == phases.resolved(alternating(rows))[0].schedule

@@ -211,7 +211,8 @@ class Run:
             checkpoints.wait()
             fresh = {name: leaves[name] for name in self._operated(leaves, before)}
             history = [self._dense_at(run, checkpoints.folder.parent) for run in (*earlier, before)]
-            arrays = stateful.operate_state(history, run_state.on_host(self.program, fresh))
+            optimizers = [run.experiment.optimizer for run in (*earlier, before)]
+            arrays = stateful.operate_state(history, run_state.on_host(self.program, fresh), optimizers)
             leaves |= run_state.placed(arrays, fresh)
             made.update(fresh)
         for name in kept:  # let go before its successor is read
