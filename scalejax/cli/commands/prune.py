@@ -2,7 +2,8 @@
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,6 +12,7 @@ from scalejax.cli.commands.convert import Step
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
+    from scalejax.train.checkpoints.manifest import Shaped
     from scalejax.train.experiment import Experiment
 
 Out = Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="Folder to write; must not be there yet.")]
@@ -38,8 +40,9 @@ def prune(
         ),
     ] = None,
     multiple: Annotated[
-        int, typer.Option("--multiple", metavar="N", min=1, help="Round widths of --share up to a multiple.")
-    ] = 1,
+        int | None,
+        typer.Option("--multiple", metavar="N", min=1, help="Round widths of --share up to a multiple."),
+    ] = None,
     step: Step = None,
     recipe: options.RecipeFile = None,
 ) -> None:
@@ -52,13 +55,18 @@ def prune(
     environment.prepare()
     if (share is None) == (not widths):
         raise UserError("scalejax prune takes either --widths FIELD=N,... or --share S. Give one of them.")
+    if share is None and multiple is not None:
+        raise UserError(
+            f"scalejax prune --multiple {multiple} rounds the widths of --share, and --widths are taken as they are. "
+            "Leave --multiple out, or give --share S."
+        )
     from scalejax.configs import overrides
     from scalejax.surgery.alternation import narrowed
 
     experiment = _experiment(run, step, recipe)
     sets = [f"model.{text}" for text in widths or []]
     if share is not None:
-        narrow = narrowed(experiment.model, share, multiple)
+        narrow = narrowed(experiment.model, share, multiple or 1)
         sets = _differences(experiment.model, narrow)
     before = _differences(overrides.apply(experiment, sets).model, experiment.model)
     _write(run, target, experiment, sets, step, recipe, before)
@@ -113,6 +121,23 @@ def _differences(there: object, here: object) -> list[str]:
     ]
 
 
+def _check_widths(
+    there: "Mapping[str, Shaped]", fresh: "Mapping[str, Shaped]", command: Literal["prune", "grow"]
+) -> None:
+    """Refuses a cut that grows and a growth that cuts."""
+    from scalejax.surgery.units import hidden_layers
+
+    widths = {layer.name: layer.width for layer in hidden_layers(there)}
+    for layer in hidden_layers(fresh):
+        width = widths.get(layer.name, layer.width)
+        if layer.width > width if command == "prune" else layer.width < width:
+            other, more = ("grow", "more") if command == "prune" else ("prune", "fewer")
+            raise UserError(
+                f"scalejax {command}: {layer.name} has {width} units and would have {layer.width}, which are {more}. "
+                f"Give other --widths, or take `scalejax {other}`."
+            )
+
+
 def _holds_configs(value: object) -> bool:
     return isinstance(value, tuple) and any(dataclasses.is_dataclass(item) for item in value)
 
@@ -145,6 +170,7 @@ def _write(
     bound = Run.bind(changed, changed.data.build(), make_mesh(changed.placement.mesh))
     fresh = run_state.as_trained(bound.program, None, bound.program.init_dense(redraw=1))
     there = trained.open_run(run, step)
+    _check_widths(there.params, fresh.params, "grow" if before is None else "prune")
     made = ResizeUnits().operate(there, fresh)
     settled = ("model", "optimizer", "exchange", "phase", "scores_from", "schedule")  # not those of this run any more
     identity = {name: text for name, text in there.identity.items() if name not in settled}

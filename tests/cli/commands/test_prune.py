@@ -17,6 +17,9 @@ RECIPE = """
 import pathlib
 import small_run
 from scalejax.models.recsys.dlrm import DlrmConfig
+from scalejax.models.recsys.interactions import FactorizationMachine
+from scalejax.models.recsys.towers import TowersConfig
+from scalejax.parallel.towers import Partition
 from scalejax.surgery.alternation import alternate
 from scalejax.train.experiment import Experiment
 
@@ -24,6 +27,13 @@ def whole() -> Experiment:
     model = DlrmConfig(dim=4, bottom_hidden=(8,), top_hidden=(16,))
     base = small_run.experiment(pathlib.Path(__file__).with_name("rows.parquet"), model=model)
     return alternate(base, ((3, 1.0), (3, 0.5), (2, 1.0)), multiple=4)
+
+def towers() -> Experiment:
+    base = DlrmConfig(dim=4, bottom_hidden=(8,), top_hidden=(16,))
+    modules = (FactorizationMachine(outputs=2, rank=2, hidden=(6,)),)
+    model = TowersConfig(base=base, towers=Partition(towers=(("item",), ("shop", "hour"))), modules=modules)
+    rows = pathlib.Path(__file__).with_name("rows.parquet")
+    return small_run.experiment(rows, model=model, steps=2, evaluation__every=0)
 """
 
 
@@ -93,6 +103,26 @@ def test_what_is_written_is_scored_and_begun_with(runs, invoke):
     assert begun.exit_code == 0, begun.stderr
 
 
+def test_a_model_over_towers_is_cut_over_them(runs, invoke, tmp_path):
+    recipe = f"{runs[0] / 'recipe.py'}:towers"
+    run, half, back = (str(tmp_path / name) for name in ("run", "half", "back"))
+    for command in (
+        ("train", recipe, "--workdir", run),
+        ("prune", run, half, "--share", "0.5", "--multiple", "4", "--recipe", recipe),
+        ("grow", half, back, "--recipe", recipe),
+    ):
+        done = invoke(*command)
+        assert done.exit_code == 0, done.stderr
+    assert numbers(done.stdout, "validation ne")[1] == pytest.approx(numbers(done.stdout, "validation ne")[0], rel=1e-6)
+    for name, widths in {"run": [8, 16], "half": [4, 8], "back": [8, 16]}.items():
+        params = trained.open_run(tmp_path / name).params
+        assert [layer.width for layer in units.hidden_layers(params)] == widths
+        assert params["modules/0/mlp/layers/0/kernel"].shape == (2, 4, 6)
+    refused = invoke("prune", run, str(tmp_path / "out"), "--widths", "modules.0.hidden=[3]", "--recipe", recipe)
+    assert refused.exit_code == 2
+    assert "units of MLPs whose parameters are stacked, as those of the modules of towers, neither" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -102,6 +132,22 @@ def test_what_is_written_is_scored_and_begun_with(runs, invoke):
         (("prune", "{run}", "{out}", "--share", "0.5", "--multiple", "9"), "below the multiple of 9"),
         (("prune", "{run}", "{out}", "--widths", "middle_hidden=[8]"), "no field"),
         (("prune", "{run}", "{out}", "--widths", "dim=8"), "is no matter of hidden units"),
+        (
+            ("prune", "{run}", "{out}", "--widths", "top_hidden=[12]", "--multiple", "8"),
+            "--multiple 8 rounds the widths of --share, and --widths are taken as they are. Leave --multiple out",
+        ),
+        (
+            ("prune", "{run}", "{out}", "--widths", "top_hidden=[64]"),
+            "scalejax prune: top/layers/0 has 16 units and would have 64, which are more. Give other --widths, or take",
+        ),
+        (
+            ("prune", "{run}", "{out}", "--widths", "top_hidden=[8]", "--widths", "bottom_hidden=[9]"),
+            "scalejax prune: bottom/layers/0 has 8 units and would have 9",
+        ),
+        (
+            ("grow", "{run}", "{out}", "--widths", "top_hidden=[4]"),
+            "scalejax grow: top/layers/0 has 16 units and would have 4, which are fewer. Give other --widths, or take",
+        ),
         (("prune", "{run}", "{out}", "--step", "6", "--share", "0.5"), "is of a phase whose model is not the one"),
         (("prune", "{run}", "{run}", "--share", "0.5"), "{run}"),
         (("grow", "{run}", "{out}"), "was not written by `scalejax prune`"),
