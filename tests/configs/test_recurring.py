@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from scalejax import optim
-from scalejax.configs.recsys import _flights
+from scalejax.configs.recsys import _flights, dlrm
 from scalejax.data import FlightsData
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.surgery.alternation import alternate
+from scalejax.surgery.units import ResizeUnits
 from scalejax.train import loop, phases
 from scalejax.train.checkpoints import trained
 from scalejax.train.experiment import Checkpoints
@@ -26,6 +27,19 @@ def recurring():
         _flights.offline(model), data=data, log_every=2, checkpoints=Checkpoints(every=4, keep_last=9, keep_best=0)
     )
     return _flights.day_by_day(alternate(base, OFFLINE, multiple=8), steps=DAYS)
+
+
+@pytest.mark.parametrize("recipe", [dlrm.flights_alternate, dlrm.flights_recurring_alternate])
+def test_while_a_recipe_shrinks_and_grows_its_rates_stay(recipe) -> None:
+    found = [phase for phase in phases.resolved(recipe()) if phase.optimizer_from == 0]
+    assert [phase.surgery for phase in found] == [None] + [ResizeUnits(score="taylor")] * 4
+    first = found[0].experiment
+    for schedule, peak in ((first.optimizer.learning_rate, 4e-3), (first.tables.schedule, 1.0)):
+        rate = schedule.build(first.steps)
+        held = [float(rate(int(first.steps * share))) for share in (0.06, 0.3, 0.69)]
+        assert held == pytest.approx([peak] * 3)
+        assert float(rate(first.steps)) == 0
+        assert {phase.experiment.optimizer.learning_rate for phase in found} == {first.optimizer.learning_rate}
 
 
 def test_the_rates_of_the_days_begin_anew_and_stay() -> None:

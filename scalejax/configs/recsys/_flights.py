@@ -7,7 +7,8 @@ numbers.
 """
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 from scalejax import optim
 from scalejax.configs.recsys import _common
@@ -75,6 +76,18 @@ def offline(model: ModelConfig, steps: int = OFFLINE_STEPS) -> Experiment:
     """Two epochs of January to June, scored on July: what `day_by_day` follows."""
     whole = experiment(model, FlightsData(number_bins=64, split=OFFLINE))
     return dataclasses.replace(whole, steps=steps, evaluation=dataclasses.replace(whole.evaluation, every=0))
+
+
+def held(experiment: Experiment) -> Experiment:
+    """The same with rates that stay at their peaks but for the last 30 % of the steps: what grows late still learns."""
+    optimizer: Any = experiment.optimizer
+    schedule: Any = experiment.tables.schedule
+    rates = functools.partial(optim.WarmupCosineAnneal, warmup=SCHEDULE_WARMUP, final=1.0, anneal=0.3)
+    return dataclasses.replace(
+        experiment,
+        optimizer=dataclasses.replace(optimizer, learning_rate=rates(peak=optimizer.learning_rate.peak)),
+        tables=dataclasses.replace(experiment.tables, schedule=rates(peak=schedule.peak)),
+    )
 
 
 def day_by_day(offline: Experiment, steps: int = _RECURRING_STEPS) -> Experiment:
