@@ -23,7 +23,7 @@ ALLOWED = {
     "models": {"numerics", "kernels", "parallel", "nn", "data", "train"},  # what a task is, and its metrics
     "train": {"numerics", "parallel", "data", "optim"},
     "inference": {"numerics", "kernels", "parallel", "nn", "models", "data", "train"},
-    "surgery": {"numerics", "kernels", "parallel", "nn", "models", "data", "train", "inference"},
+    "surgery": {"numerics", "kernels", "parallel", "optim", "nn", "models", "data", "train", "inference"},
     "plan": {"numerics", "parallel", "data", "optim", "train"},
     "configs": {"numerics", "parallel", "data", "optim", "nn", "models", "train", "surgery"},
 }
