@@ -127,7 +127,7 @@ def _counting_each(optimizer: Any) -> Any:
     if not isinstance(optimizer, optim.Sgd):
         raise UserError(
             f"alternate: optimizer={type(optimizer).__name__} counts its steps once for all parameters, and units that "
-            "grow need a count of their own. Take Adam or AdamW, which have that, or Sgd, which needs none; alone or in "
-            "the rules of ByPath."
+            "grow need a count of their own. Take Adam or AdamW, which have that, or Sgd, which needs none, alone or "
+            "in the rules of ByPath."
         )
     return optimizer
