@@ -64,7 +64,7 @@ class Interaction(Protocol):
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> nnx.Module: ...
 
 
-def check_returned(config: object, shape: tuple[int, ...], wanted: tuple[int, int, int], says: str) -> None:
+def check_returned(config: object, shape: tuple[int, ...], wanted: tuple[int, ...], says: str) -> None:
     """Raises UserError if a module returned another shape than its config says; `says` names what says it there."""
     if tuple(shape) != wanted:
         raise UserError(
