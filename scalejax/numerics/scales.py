@@ -67,6 +67,18 @@ def threshold(element: Element, rule: ScaleRule) -> int:
     raise UserError(f"scale_rule: must be one of {', '.join(get_args(ScaleRule))}; got {rule!r}.")
 
 
+def saturates(element: Element, rule: ScaleRule) -> bool:
+    """Whether the largest magnitude of a block can lie above the largest element under this rule.
+
+    What is rounded by chance is then no longer right on average. "rceil" and "ceil" saturate nothing below 2^127; the
+    largest number of every element with exponents lies below the next power of two, so "floor" always does.
+
+    Raises:
+      UserError: see `threshold`.
+    """
+    return threshold(element, rule) > threshold(element, "rceil")
+
+
 def scale_exponent(largest: "Int32[Array, '*shape']", element: Element, rule: ScaleRule) -> "Int32[Array, '*shape']":
     """Exponents of the scales of blocks, not yet clamped to what a format can store.
 

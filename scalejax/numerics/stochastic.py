@@ -1,8 +1,10 @@
 """Rounding up or down by chance, in proportion to how near each neighbour is: right on average."""
 
+import math
 from typing import TYPE_CHECKING
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 from jax import lax
 
@@ -66,3 +68,44 @@ def hash_bits(*words: jax.Array) -> jax.Array:
             state = (state ^ (state >> shift)) * jnp.uint32(factor)
         state = state ^ (state >> 16)
     return state
+
+
+def place_bits(words: "UInt32[Array, '2']", shape: tuple[int, ...]) -> "UInt32[Array, '*shape']":
+    """uint32[shape], random bits for every place of an array: `hash_bits` of a key and the place.
+
+    A compiler computes them where they are used: they take no memory, and an eighth of the time of jax's own bits on a
+    CPU. They are the same on every platform.
+
+    Args:
+      words: uint32[2], the key.
+      shape: Of the array, one axis at least.
+    """
+    rows = hash_bits(words[0], words[1], lax.iota(jnp.uint32, math.prod(shape[:-1])))
+    # The key comes last: were columns mixed in last, rows would have the same numbers in another order.
+    return hash_bits(lax.iota(jnp.uint32, shape[-1])[None, :], rows[:, None]).reshape(shape)
+
+
+def hash_key(words: "UInt32[Array, '2']") -> jax.Array:
+    """A key for the `key` argument of functions of this package whose random bits are `place_bits`.
+
+    It gives uint32, as rounding takes it, and nothing else: it cannot be split or folded.
+
+    Args:
+      words: uint32[2].
+    """
+    return jax.random.wrap_key_data(words, impl=_HASH)
+
+
+def _random_bits(words: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
+    if width != 32:
+        raise UserError(f"hash_key: such a key gives 32 random bits at a time; got {width}. Take jax.random.key.")
+    return place_bits(words, shape)
+
+
+def _refuse(*_: object) -> jax.Array:
+    raise UserError("hash_key: such a key cannot be split or folded. Derive its words from a key of jax.random.")
+
+
+_HASH = jax.extend.random.define_prng_impl(
+    key_shape=(2,), seed=_refuse, split=_refuse, random_bits=_random_bits, fold_in=_refuse, name="hash", tag="hash"
+)

@@ -1,5 +1,6 @@
 """Rounding by chance: to a neighbour, right on average, the same for the same bits."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalejax.errors import UserError
-from scalejax.numerics.stochastic import hash_bits, stochastic_round
+from scalejax.numerics.stochastic import hash_bits, hash_key, place_bits, stochastic_round
 
 
 def neighbours(value, dtype):
@@ -88,3 +89,44 @@ def test_bits_depend_on_every_word_and_are_even():
     assert len(np.unique(bits)) > 0.99 * bits.size
     share = np.unpackbits(bits.reshape(-1).view(np.uint8)).reshape(bits.size, 32).mean(axis=0)
     assert abs(share - 0.5).max() < 4 * 0.5 / np.sqrt(bits.size)
+
+
+def mixed(*words):
+    """MurmurHash3's finalizer after each word, in whole numbers of Python."""
+    state = 0x9E3779B9
+    for word in words:
+        state ^= word
+        state = (state ^ state >> 16) * 0x85EBCA6B % 2**32
+        state = (state ^ state >> 13) * 0xC2B2AE35 % 2**32
+        state ^= state >> 16
+    return state
+
+
+def test_places_have_the_bits_of_their_row_and_column_under_a_key():
+    words = jnp.array([5, 2**32 - 7], jnp.uint32)
+    got = np.asarray(place_bits(words, (2, 3, 4)))
+    expected = [[mixed(column, mixed(5, 2**32 - 7, row)) for column in range(4)] for row in range(6)]
+    np.testing.assert_array_equal(got, np.uint32(expected).reshape(2, 3, 4))
+    np.testing.assert_array_equal(place_bits(words, (4,)), np.uint32(expected[0]))
+    np.testing.assert_array_equal(jax.random.bits(hash_key(words), (2, 3, 4), jnp.uint32), got)
+
+
+def test_streams_of_different_keys_and_rows_have_nothing_in_common():
+    keys = jnp.stack([jnp.arange(16, dtype=jnp.uint32), jnp.zeros(16, jnp.uint32)], axis=1)
+    streams = np.asarray(jax.vmap(lambda key: place_bits(key, (2, 4096)))(keys)).reshape(32, 4096)
+    pairs = np.corrcoef(streams.astype(np.float64) / 2**32)[np.triu_indices(32, 1)]
+    assert abs(pairs).max() < 5 / np.sqrt(4096)
+    for lag in (1, 2, 64):
+        assert abs(np.corrcoef(streams[:, :-lag].ravel(), streams[:, lag:].ravel())[0, 1]) < 4 / np.sqrt(32 * 4000)
+    # Of 131,072 numbers of 32 bits two or three pairs are equal by chance; the same set in another order would be all.
+    assert len(np.unique(streams)) > streams.size - 20
+
+
+def test_a_key_for_rounding_does_nothing_else():
+    key = hash_key(jnp.zeros(2, jnp.uint32))
+    with pytest.raises(UserError, match="32 random bits at a time; got 8"):
+        jax.random.bits(key, (4,), jnp.uint8)
+    with pytest.raises(UserError, match="cannot be split or folded"):
+        jax.random.split(key)
+    with pytest.raises(UserError, match="cannot be split or folded"):
+        jax.random.fold_in(key, 1)

@@ -11,6 +11,10 @@ travel. The bytes of a vector are
 
 each of them a stream of bits in whole bytes (`numerics.packing.pack`): a byte or a float32 a block, d2 bits for k2
 values, and the bits of the element for each number.
+
+Rounded by chance, what comes back is right on average, unless the largest value of a block saturates. Under a scale
+that is the largest magnitude over the largest element (int8, int4, fp8) nothing does. Under a power of two it can by
+the rule "floor", which all those formats have by default: it is refused, and scale_rule="rceil" is not.
 """
 
 import math
@@ -20,34 +24,51 @@ import jax
 import jax.numpy as jnp
 
 from scalejax.errors import UserError
-from scalejax.numerics import formats, packing
+from scalejax.kernels.mx import api
+from scalejax.numerics import formats
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
-from scalejax.numerics.quantize import dequantize, quantize
-from scalejax.parallel.compression.wire_formats import WireFormat
+from scalejax.numerics.rounding import Rounding
+from scalejax.numerics.scales import ScaleRule, saturates
+from scalejax.numerics.stochastic import hash_key
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float, UInt8
+    from jaxtyping import Float, UInt8, UInt32
 
 
-def encoded_bytes(count: int, format: WireFormat) -> int:
+def encoded_bytes(count: int, format: str) -> int:
     """Bytes of a vector of `count` values: 1.125 a number for MX9 if its blocks of 16 are full."""
     return sum(_sizes(count, formats.find(format)))
 
 
-def encode(x: "Float[Array, '*rows n']", format: WireFormat) -> "UInt8[Array, '*rows bytes']":
+def encode(
+    x: "Float[Array, '*rows n']",
+    format: str,
+    *,
+    scale_rule: ScaleRule | None = None,
+    rounding: Rounding = "ties_to_even",
+    key: "UInt32[Array, '2'] | None" = None,
+) -> "UInt8[Array, '*rows bytes']":
     """float[..., n] -> uint8[..., encoded_bytes(n, format)].
 
     Args:
       x: float32, bfloat16 or float16. A block with NaN or an infinity decodes to NaN.
-      format: Of the blocks along the last axis; ties to even, scales by the format's own rule.
+      format: Of the blocks along the last axis: a `WireFormat`, or any other name of `numerics.formats` but NVFP4.
+      scale_rule: Of scales that are powers of two; None = "floor", the format's own. `decode` need not know it.
+      rounding: As in `numerics.quantize.quantize`.
+      key: uint32[2] for rounding="stochastic", else None; every place of x gets bits of its own from it.
 
     Raises:
-      UserError: another dtype.
+      UserError: another dtype, a format that does not travel, a rule or a key that does not fit, stochastic rounding
+        that would be biased.
     """
     found = formats.find(format)
-    packed = packing.pack(quantize(x, found, axis=-1, tail="pad"))
+    check_format(found, scale_rule=scale_rule, rounding=rounding)
+    packed = api.quantize_blocks(
+        x, found, axis=-1, scale_rule=scale_rule, rounding=rounding, key=None if key is None else hash_key(key),
+        tail="pad", implementation=_implementation(x),
+    )  # fmt: skip
     scales = packed.scales
     if found.scale == "float32":
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(*x.shape[:-1], 4 * scales.shape[-1])
@@ -59,7 +80,7 @@ def encode(x: "Float[Array, '*rows n']", format: WireFormat) -> "UInt8[Array, '*
 
 
 def decode(
-    data: "UInt8[Array, '*rows bytes']", format: WireFormat, *, length: int, dtype: jax.typing.DTypeLike = jnp.float32
+    data: "UInt8[Array, '*rows bytes']", format: str, *, length: int, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> "Float[Array, '*rows {length}']":
     """uint8[..., encoded_bytes(length, format)] -> float[..., length].
 
@@ -87,13 +108,38 @@ def decode(
     packed = Packed(
         codes=_filled(data[..., scale_bytes + sub_bytes :], blocks * found.k1 * found.element.bits // 8 - code_bytes),
         scales=scales,
-        sub_scales=_filled(subs, blocks * (found.k1 // found.k2) * found.d2 // 8 - sub_bytes) if sub_bytes else None,
+        sub_scales=_filled(subs, blocks * (found.k1 // found.k2) * found.d2 // 8 - sub_bytes) if found.d2 else None,
         tensor_scale=None,
         format=found,
         axis=-1,
         length=length,
     )
-    return dequantize(packing.unpack(packed), dtype)
+    return api.dequantize_blocks(packed, dtype, implementation=_implementation(data))
+
+
+def check_format(format: BlockFormat, *, scale_rule: ScaleRule | None = None, rounding: Rounding) -> None:
+    """Refuses what `encode` does.
+
+    Raises:
+      UserError: a format with a scale of the whole array, or a rule under which stochastic rounding is biased.
+    """
+    if format.scale == "e4m3":
+        raise UserError(
+            f"format: blocks of {format.name} share a float32 with the whole array, which does not travel with them. "
+            "Take mxfp4_e2m1 or int4:128."
+        )
+    if rounding == "stochastic" and format.scale == "exponent" and saturates(format.element, scale_rule or "floor"):
+        raise UserError(
+            f'rounding="stochastic" is biased for {format.name} under scale_rule="{scale_rule or "floor"}": the '
+            'largest value of a block can saturate. Take scale_rule="rceil", or int8:128 or int4:128.'
+        )
+
+
+def _implementation(x: jax.Array) -> api.Implementation | None:
+    """The kernels of the platform where compilers take them: every axis of the mesh manual, and no check of them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    return None if manual and not jax.typeof(x).manual_axis_type.varying else "xla"
 
 
 def _sizes(count: int, format: BlockFormat) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """Names of the block formats in which arrays travel between devices; `parallel.compression.codec` makes bytes of them.
 
-They are formats of `scalejax.numerics.formats`. NVFP4 is none of them: its blocks share a float32 with the whole array.
-Nothing here imports jax: plans and command lines read these names.
+They are formats of `scalejax.numerics.formats`; behind a colon is the size of blocks. NVFP4 is none of them: its blocks
+share a float32 with the whole array. Nothing here imports jax: plans and command lines read these names.
 """
 
 from typing import Literal, get_args
@@ -10,7 +10,7 @@ from scalejax.errors import UserError
 
 WireFormat = Literal[
     "bdr_mx9", "bdr_mx6", "bdr_mx4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4_e2m1", "mxint8",
-    "fp8_e4m3", "fp8_e5m2",
+    "fp8_e4m3", "fp8_e5m2", "int8:128", "int4:128", "int4:2048",
 ]  # fmt: skip
 WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 

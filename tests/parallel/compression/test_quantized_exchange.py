@@ -23,7 +23,9 @@ from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import explain_sharding
 from scalejax.plan.compiled import hlo
 
-EXACT = tuple(name for name in WIRE_FORMATS if not name.startswith("fp8"))  # decoded by shifts, not by a product
+EXACT = tuple(
+    name for name in WIRE_FORMATS if not name.startswith(("fp8", "int"))
+)  # decoded by shifts, not by a product
 FEW = ("bdr_mx9", "mxfp6_e3m2")
 FORMATS = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in EXACT]
 MESHES = {"fsdp8": MeshShape(fsdp=8), "replica2-fsdp4": MeshShape(replica=2, fsdp=4)}
@@ -142,7 +144,7 @@ def test_reduced_gradients_are_those_of_one_device_to_the_bit(format):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "int8:128", "int4:128"])
 def test_scales_in_float32_are_those_of_one_device_but_for_a_rounding(format):
     mesh, each = meshes.make_mesh(MESHES["fsdp8"]), arrays(devices=(8,))
     for path, got in reduced(mesh, ("fsdp",), format, each).items():

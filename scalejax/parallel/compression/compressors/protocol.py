@@ -1,0 +1,116 @@
+"""What an exchange asks of a compressor. A user's own needs nothing else, and inherits nothing."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float32, UInt32
+
+Keys = Literal["none", "shared", "own"]
+"""Which random numbers a compressor draws: none; the same on all devices, in `encode` and in `decode`; each device its
+own, in `encode` alone."""
+
+Payload = Mapping[str, jax.Array]
+"""What travels: arrays [rows, ...]. Row r is all that is known of row r of the values."""
+
+MOST_VALUES = 2**30
+"""Of a row: places are int32, also of what fills it up."""
+
+
+class Traits(NamedTuple):
+    """What an exchange asks before it compresses.
+
+    Attributes:
+      name: For messages and reports.
+      keys: Which keys `encode` and `decode` want.
+      mean: Whether what comes back is right on average over keys, but for float32 roundings; where it is "biased",
+        errors are to be fed back.
+    """
+
+    name: str
+    keys: Keys
+    mean: Literal["biased", "unbiased"]
+
+
+class Compressor(Protocol):
+    """Rows of float32 as fewer bytes. Rows are chunks: each may travel to another device and is decoded there.
+
+    Everything runs under jit with static shapes, on a row as on many, and no row depends on another.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """Its name, the keys it wants, and whether it is biased."""
+        ...
+
+    def check(self, n: int) -> None:
+        """Refuses rows of n values that it cannot compress.
+
+        Raises:
+          UserError: says why.
+        """
+        ...
+
+    def payload_bytes(self, n: int) -> int:
+        """Bytes of one row of the payload: those of its arrays."""
+        ...
+
+    def encode(self, x: "Float32[Array, 'rows n']", key: "UInt32[Array, '2'] | None" = None) -> Payload:
+        """float32[rows, n] -> what travels.
+
+        Args:
+          x: float32[rows, n].
+          key: uint32[2], another one each time; None where traits.keys == "none".
+
+        Raises:
+          UserError: another dtype or number of axes, n that `check` refuses, no key where one is wanted.
+        """
+        ...
+
+    def decode(self, payload: Payload, n: int, key: "UInt32[Array, '2'] | None" = None) -> "Float32[Array, 'rows {n}']":
+        """What travelled -> float32[rows, n].
+
+        Args:
+          payload: From `encode`; rows may come from different devices.
+          n: Values of a row.
+          key: Where traits.keys == "shared", that of `encode`; not looked at elsewhere.
+        """
+        ...
+
+
+def check_values(compressor: Compressor, x: jax.Array, key: jax.Array | None) -> None:
+    """Refuses what `Compressor.encode` does.
+
+    Raises:
+      UserError: see there.
+    """
+    if x.dtype != jnp.float32 or x.ndim != 2:
+        raise UserError(
+            f"{compressor.traits.name}: values must be float32[rows, n]; got {x.dtype}{list(x.shape)}. Cast them and "
+            "give them two axes."
+        )
+    compressor.check(x.shape[1])
+    check_key(compressor, key)
+
+
+def check_key(compressor: Compressor, key: jax.Array | None) -> None:
+    """Refuses no key where one is wanted, and one that is no uint32[2]."""
+    if compressor.traits.keys != "none" and (key is None or key.dtype != jnp.uint32 or key.shape != (2,)):
+        got = "none" if key is None else f"{key.dtype}{list(key.shape)}"
+        whose = "the same on all devices" if compressor.traits.keys == "shared" else "another on every device"
+        raise UserError(f"{compressor.traits.name}: key must be uint32[2], {whose} and in every step; got {got}.")
+
+
+def check_count(compressor: Compressor, n: int) -> None:
+    """Refuses empty rows, and those whose places int32 cannot count."""
+    if not 1 <= n <= MOST_VALUES:
+        raise UserError(
+            f"{compressor.traits.name}: a row must have 1 to {MOST_VALUES} values; got {n}. Leave empty arrays out, "
+            "and cut large ones."
+        )
