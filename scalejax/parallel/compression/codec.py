@@ -72,11 +72,13 @@ def encode(
     scales = packed.scales
     if found.scale == "float32":
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(*x.shape[:-1], 4 * scales.shape[-1])
-    parts = (scales, packed.sub_scales, packed.codes)
-    sizes = _sizes(x.shape[-1], found)
-    return jnp.concatenate(
-        [part[..., :size] for part, size in zip(parts, sizes, strict=True) if part is not None], axis=-1
-    )
+    scale_bytes, sub_bytes, code_bytes = _sizes(x.shape[-1], found)
+    head = scales[..., :scale_bytes]
+    if packed.sub_scales is not None:
+        head = jnp.concatenate([head, packed.sub_scales[..., :sub_bytes]], axis=-1)
+    # Codes are written into place: of a concatenation with them XLA's CPU loops are no vector instructions.
+    room = jnp.pad(head, [(0, 0)] * (x.ndim - 1) + [(0, code_bytes)])
+    return jax.lax.dynamic_update_slice_in_dim(room, packed.codes[..., :code_bytes], head.shape[-1], axis=-1)
 
 
 def decode(

@@ -121,4 +121,6 @@ def test_the_entropy_coded_size_is_that_of_a_literal_coder(compressor):
 def test_known_lengths_of_the_code():
     assert [delta(value) for value in (1, 2, 3, 4, 10, 17)] == ["1", "0100", "0101", "01100", "00100010", "001010001"]
     assert entropy_coded_bytes(np.zeros(100)) == 8
+    # 4 + 1 + 1 bits for the first, whose distance is 2, and 1 + 1 + 1 for each of the others: 33.
+    assert entropy_coded_bytes([0, 1, -1, 1, 1, 1, -1, 1, 1, 1, 1]) == 4 * 2 + 8
     assert entropy_coded_bytes(np.r_[np.zeros(2**20), -(2**29)]) == 4 * -(-(29 + 1 + 38) // 32) + 8
