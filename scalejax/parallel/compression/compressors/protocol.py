@@ -103,8 +103,10 @@ def check_key(compressor: Compressor, key: jax.Array | None) -> None:
     """Refuses no key where one is wanted, and one that is no uint32[2]."""
     if compressor.traits.keys != "none" and (key is None or key.dtype != jnp.uint32 or key.shape != (2,)):
         got = "none" if key is None else f"{key.dtype}{list(key.shape)}"
-        whose = "the same on all devices" if compressor.traits.keys == "shared" else "another on every device"
-        raise UserError(f"{compressor.traits.name}: key must be uint32[2], {whose} and in every step; got {got}.")
+        whose = "the same on all devices" if compressor.traits.keys == "shared" else "another one on every device"
+        raise UserError(
+            f"{compressor.traits.name}: key must be uint32[2], {whose}, and another one in every step; got {got}."
+        )
 
 
 def check_count(compressor: Compressor, n: int) -> None:

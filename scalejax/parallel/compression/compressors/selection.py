@@ -23,9 +23,9 @@ def largest(x: "Float32[Array, 'rows n']", k: int) -> "Int32[Array, 'rows {k}']"
     all for groups of sqrt(n / k).
     """
     rows, n = x.shape
-    size = 1 << round(math.log2(n / k) / 2)
     if n < 64 * k:  # two selections would take as long
         return jnp.sort(_top(magnitude_groups(x, 1)[:, :, 0], k), axis=1)
+    size = 1 << round(math.log2(n / k) / 2)
     groups = magnitude_groups(x, size)
     chosen = jnp.sort(_top(jnp.max(groups, axis=2), k), axis=1)
     among = jnp.take_along_axis(groups, chosen[:, :, None], axis=1).reshape(rows, k * size)

@@ -72,7 +72,8 @@ class RandomKEntries:
     """k values of each row at places drawn from a key that all devices share, so that no places travel.
 
     Places are distinct, and the same in every row of a call. The released code draws with replacement, where a place
-    drawn twice travels twice and counts once: values scaled by n / k are then too small on average, by (k - 1) / 2n.
+    drawn twice travels twice and counts once: scaled by n / k values are then too small on average, by about
+    (k - 1) / 2n of them.
 
     Attributes:
       k: Values, or a fraction of the row below 1: rounded down, at least one.
