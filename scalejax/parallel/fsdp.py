@@ -34,6 +34,7 @@ from scalejax.parallel.gradients.compute import Keys, Loss, LossInputs
 from scalejax.parallel.gradients.compute import gradients as every_gradient
 from scalejax.parallel.mesh import BATCH_AXES
 from scalejax.parallel.rules import LogicalAxes, ParameterPlacement, Rules
+from scalejax.parallel.sdp4bit import Sdp4Bit
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -133,7 +134,7 @@ class Fsdp:
         return {field: format for field, format in named.items() if format is not None}
 
 
-Strategy = Fsdp | Ddp
+Strategy = Fsdp | Ddp | Sdp4Bit
 
 
 def place(

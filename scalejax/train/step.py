@@ -40,7 +40,7 @@ from scalejax.parallel.embedding.lookup import Routing
 from scalejax.parallel.embedding.row_cache import Tiers
 from scalejax.parallel.embedding.sharded_tables import State
 from scalejax.parallel.gradients import scaling as gradient_scaling
-from scalejax.parallel.gradients.blocks import Gather, ShardWithState
+from scalejax.parallel.gradients.blocks import Gather, ShardWithState, States, StepContext
 from scalejax.parallel.gradients.compute import GradientFunction, Keys, Loss, LossInputs, gradients
 from scalejax.parallel.rules import ParameterPlacement
 from scalejax.parallel.towers import HostTowers
@@ -57,6 +57,8 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 _WHOLE_STEP = 0x57E9
 """Folded into the key of a step, for what is drawn once for all devices."""
+_EXCHANGE = 0xE8C4
+"""The same, for what the exchange of gradients and parameters draws."""
 
 
 class Jitted(Protocol[Arguments, Result_co]):
@@ -76,6 +78,7 @@ class _Read(TypedDict):
     variables: Params
     averages: dict[str, Params]
     tables: State
+    exchange: States
 
 
 @jax.tree_util.register_dataclass
@@ -260,7 +263,8 @@ class Program:
 
     @functools.cached_property
     def _abstract_state(self) -> TrainState:
-        shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
+        sharded = functools.partial(NamedSharding, self.mesh)
+        shardings = {name: sharded(spec) for name, spec in self.specs.items()}
         trained = {name: p for name, p in self.model.params.items() if name in self.trained}
         optimizer = jax.eval_shape(self.transformation.init, trained)
         placed = optimizer_shardings(optimizer, trained, shardings, self.mesh)
@@ -272,10 +276,8 @@ class Program:
         if self._offloads("optimizer"):
             optimizer = jax.tree.map(with_sharding, optimizer, offload.on_host(optimizer))
         exchanged = self.gradients(1)
-        each = NamedSharding(self.mesh, exchanged.exchange_spec)
         variables = {
-            name: with_sharding(v, NamedSharding(self.mesh, self.model.variable_specs[name]))
-            for name, v in self.model.variables.items()
+            name: with_sharding(v, sharded(self.model.variable_specs[name])) for name, v in self.model.variables.items()
         }
 
         def everywhere(tree: object) -> Any:
@@ -284,6 +286,7 @@ class Program:
         key = jax.eval_shape(lambda: jax.random.key(0))
         sums, scale = jax.eval_shape(lambda: (self._zeros(), self._first_scale()))
         exchange = jax.eval_shape(exchanged.init_exchange, self.model.params)
+        lies = jax.tree.map(sharded, exchanged.exchange_specs(exchange), is_leaf=lambda x: isinstance(x, P))
         return TrainState(
             step=everywhere(jax.ShapeDtypeStruct((), jnp.int32)),
             params=params,
@@ -291,7 +294,7 @@ class Program:
             optimizer=optimizer,
             averages=averages,
             tables={} if self.collection is None else self.collection.abstract_state(),
-            exchange=jax.tree.map(lambda leaf: with_sharding(leaf, each), exchange),
+            exchange=jax.tree.map(with_sharding, exchange, lies),
             loss_scale=everywhere(scale),
             metrics=everywhere(sums),
             key=everywhere(key),
@@ -339,7 +342,7 @@ class Program:
                 optimizer=self.transformation.init(trained),
                 averages={a.name: trained for a in self.experiment.averages},
                 tables={},
-                exchange=exchanged.init_exchange(self.model.params),
+                exchange=exchanged.init_exchange(params),
                 loss_scale=self._first_scale(),
                 metrics=self._zeros(),
                 key=jax.random.fold_in(key, 1),
@@ -595,6 +598,7 @@ class Program:
         key = jax.random.fold_in(state.key, state.step)
         # Devices and parts fold small numbers into the key of the examples; `_WHOLE_STEP` is not to be one of them.
         keys = Keys(step=jax.random.fold_in(key, _WHOLE_STEP), examples=key)
+        context = StepContext(state.step, jax.random.fold_in(key, _EXCHANGE))
         state = self._moved(state, offload.fetch)
         tables, embedded = state.tables, {}
         if ahead is not None:
@@ -620,6 +624,7 @@ class Program:
                 exchange=state.exchange,
                 constants=shared,
                 keys=keys,
+                context=context,
                 scale=scale,
             )
         grads, rows, finite = found.params, found.inputs, None
@@ -637,7 +642,7 @@ class Program:
             a.name: a.update(state.averages[a.name], {name: params[name] for name in self.trained}, state.step)
             for a in e.averages
         }
-        exchange = take.after_update(params, found.exchange)
+        exchange = take.after_update(params, found.exchange, context)
         new = (params, optimizer, averages, found.variables, exchange)
         skipped, scaling = None, e.gradients.loss_scaling
         if held is not None and finite is not None and scaling is not None:
@@ -738,6 +743,7 @@ class Program:
         params, tables = read["params"], read["tables"]
         if self._offloads("parameters"):
             params = offload.fetch(params, self.state_shardings.params)
+        params = self.gradients(1).seen(params, read["exchange"])
         faults = jnp.zeros((2,), jnp.int32)
         embedded: dict[str, jax.Array] | HalfWay = {}
         if self.collection is not None and placed.features is not None:
@@ -771,6 +777,7 @@ def _read_of(state: TrainState) -> _Read:
         "variables": state.variables,
         "averages": state.averages,
         "tables": state.tables,
+        "exchange": state.exchange,
     }
 
 

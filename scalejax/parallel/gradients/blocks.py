@@ -10,6 +10,9 @@ A `ParamExchange` is this pair. Plain sharding, data parallelism and compressed 
 of a step knows which it runs. Because the reduction *is* the derivative, it runs inside the backward scan, layer by
 layer.
 
+Where gradients are added up over parts first (accumulate="local"), the reduction runs once a step, after the backward
+pass, on all parameters at once (`reduce_once`).
+
 What an exchange remembers (residuals of error feedback, say) is an input of the gather, and its next value is the
 "cotangent" of that input: through a scan it is stacked by layer as gradients are, and rematerialisation does not touch
 it. It travels beside its parameter, in a `ShardWithState`, so that a model only has to scan over what it was given.
@@ -104,6 +107,31 @@ _MOVES = frozenset(
 """Names of primitives that give an array another form: cheap to do again, of activations, too."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """What an exchange that runs once a step knows of the step.
+
+    Attributes:
+      step: int32[], steps of the optimizer before this one.
+      key: PRNG key of this step, the same on all devices.
+    """
+
+    step: jax.Array
+    key: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WholeCopy:
+    """A part of the state of a parameter that has its shape, whole along the data axes and the same on all devices.
+
+    It lies on other axes of the mesh as the parameter does, and a checkpoint has it once.
+    """
+
+    value: jax.Array
+
+
 class ParamExchange(Protocol):
     """How the parameters of a block travel; runs inside a shard_map over the data axes.
 
@@ -140,23 +168,45 @@ class ParamExchange(Protocol):
         """
         ...
 
+    def reduce_once(self, gradients: Arrays, state: States, context: "StepContext | None") -> tuple[Arrays, States]:
+        """As `reduce`, of gradients that were added up over all parts of a step: once a step, outside of any scan.
+
+        Called in place of `reduce` under accumulate="local".
+
+        Args:
+          gradients: {path: gradient of the whole parameter}, all layers of a scanned block along a first axis.
+          state: Of all paths.
+          context: None where the caller gave no keys.
+        """
+        ...
+
     def init(self, shards: Arrays) -> States:
         """What a device remembers before the first step.
 
         Args:
-          shards: {path: zeros of the shape that this device holds}, of the trained parameters.
+          shards: {path: what this device holds} of the trained parameters.
 
         Returns:
-          {path: pytree of arrays} for the paths that have a state.
+          {path: pytree of arrays} for the paths that have a state. A `WholeCopy` is one array for all devices.
         """
         ...
 
-    def after_update(self, shards: Arrays, state: States) -> States:
+    def after_update(self, shards: Arrays, state: States, context: "StepContext | None") -> States:
         """What a device remembers after the optimizer has run: once a step, whatever the number of parts.
 
         Args:
           shards: What this device holds of the new master parameters.
           state: As `reduce` returned it.
+          context: None where the caller gave no keys.
+        """
+        ...
+
+    def seen(self, params: Arrays, state: States) -> Arrays:
+        """The parameters that `gather` gives to the model, for scoring; called outside of any shard_map.
+
+        Args:
+          params: The master parameters.
+          state: Of all paths.
         """
         ...
 
@@ -167,7 +217,7 @@ class ParamExchange(Protocol):
         skipped.
 
         Args:
-          state: {path: pytree of arrays [devices, ...]}.
+          state: {path: pytree of arrays [devices, ...], or of `WholeCopy`}.
           factor: float[], the new factor on the loss over the old.
 
         Raises:
@@ -195,13 +245,23 @@ class ParamExchange(Protocol):
 class Stateless:
     """The part of an `ParamExchange` that remembers nothing between steps."""
 
+    def reduce_once(
+        self: ParamExchange, gradients: Arrays, state: States, context: "StepContext | None"
+    ) -> tuple[Arrays, States]:
+        del context
+        return self.reduce(gradients, state, None)
+
     def init(self, shards: Arrays) -> States:
         del shards
         return {}
 
-    def after_update(self, shards: Arrays, state: States) -> States:
-        del shards
+    def after_update(self, shards: Arrays, state: States, context: "StepContext | None") -> States:
+        del shards, context
         return state
+
+    def seen(self, params: Arrays, state: States) -> Arrays:
+        del state
+        return params
 
     def rescaled(self, state: States, factor: jax.Array) -> States:
         del factor
@@ -339,6 +399,20 @@ class _Static:
 
 def _floating(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def on_device(state: States) -> States:
+    """The state [devices, ...], as a shard_map gives it, as that of this device: without its first axis."""
+    return jax.tree.map(lambda x: x if isinstance(x, WholeCopy) else x[0], state, is_leaf=is_whole_copy)
+
+
+def of_devices(state: States) -> States:
+    """The inverse of `on_device`."""
+    return jax.tree.map(lambda x: x if isinstance(x, WholeCopy) else x[None], state, is_leaf=is_whole_copy)
+
+
+def is_whole_copy(x: object) -> bool:
+    return isinstance(x, WholeCopy)
 
 
 def changed_states(state: States, new: States) -> States:

@@ -38,6 +38,8 @@ from scalejax.parallel.gradients.blocks import (
     ParamLayout,
     ShardWithState,
     States,
+    StepContext,
+    WholeCopy,
     axes_of,
 )
 from scalejax.parallel.mesh import BATCH_AXES
@@ -210,6 +212,7 @@ class GradientFunction:
         exchange: States | None = None,
         constants: "PyTree" = None,
         keys: Keys | None = None,
+        context: StepContext | None = None,
         scale: jax.typing.ArrayLike = 1.0,
     ) -> LossAndGradients:
         """Takes the gradients of one global batch.
@@ -222,6 +225,7 @@ class GradientFunction:
           exchange: What `init_exchange` made, or the last call returned.
           constants: Pytree of arrays, the same on every device and for every part.
           keys: None = nothing random.
+          context: For exchanges that draw or go by the step; None = this one does not.
           scale: Factor on the sum before its gradient is taken.
 
         Raises:
@@ -230,31 +234,43 @@ class GradientFunction:
         variables = variables or {}
         by_row = [x for path, x in variables.items() if path in self._by_row]
         check_cut((batch, inputs, by_row), self.mesh, self.parts)
-        run = self._explicit if self.strategy.form == "explicit" else self._implicit
         whole = _Part(inputs, variables, exchange or {}, constants, batch, keys)
-        return self._laid_out(run(params, whole, jnp.asarray(scale)))
+        scale = jnp.asarray(scale)
+        if self.strategy.form == "implicit":
+            return self._laid_out(self._implicit(params, whole, scale))
+        return self._laid_out(self._explicit(params, whole, scale, context))
 
-    def init_exchange(self, params: Mapping[str, jax.ShapeDtypeStruct]) -> States:
+    def init_exchange(self, params: Arrays) -> States:
         """What the exchange remembers before the first step: {path: pytree of arrays [devices, ...]}; call under jit.
 
-        The first axis is sharded as `exchange_spec` says.
+        The arrays are sharded as `exchange_specs` says.
+
+        Args:
+          params: The master parameters.
         """
         if self.strategy.form == "implicit":
             return {}
-        zeros = {path: jnp.zeros(p.shape, p.dtype) for path, p in params.items() if path in self.trained}
-        return self._on_devices(lambda shards, state: self.scheme(params).init(shards), zeros, {})
+        scheme = self.scheme(params)
+        trained = {path: p for path, p in params.items() if path in self.trained}
+        return self._on_devices(lambda shards, state: scheme.init(shards), trained, {})
 
-    def after_update(self, params: Arrays, exchange: States) -> States:
+    def after_update(self, params: Arrays, exchange: States, context: StepContext | None = None) -> States:
         """What the exchange remembers after the optimizer has changed the parameters; call under jit.
 
         Args:
           params: The new master parameters.
           exchange: As `LossAndGradients.exchange`.
+          context: As the gradients had it.
         """
         if not exchange:
             return exchange
+        scheme = self.scheme(params)
         trained = {path: p for path, p in params.items() if path in self.trained}
-        return self._on_devices(self.scheme(params).after_update, trained, exchange)
+        return self._on_devices(lambda shards, state: scheme.after_update(shards, state, context), trained, exchange)
+
+    def seen(self, params: Arrays, exchange: States) -> Arrays:
+        """The parameters that the model computes with, for scoring: those of the master, or what replaces them."""
+        return {**params, **self.scheme(params).seen(params, exchange)} if exchange else params
 
     def rescaled(
         self, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct], exchange: States, factor: jax.Array
@@ -271,10 +287,21 @@ class GradientFunction:
         """
         return self.scheme(params).rescaled(exchange, factor) if exchange else exchange
 
-    @property
-    def exchange_spec(self) -> P:
-        """Of the first axis of every array that an exchange remembers: one index for each device of these axes."""
-        return P((*BATCH_AXES, *self.handled))
+    def exchange_specs(self, exchange: States) -> States:
+        """The sharding of each array that an exchange remembers, a tree of `PartitionSpec`s.
+
+        The first axis has an index for each device of the data axes and of those that the loss handles. A `WholeCopy`
+        lies as its parameter does, but for the data axes.
+        """
+        each = P((*BATCH_AXES, *self.handled))
+
+        def spec(path: str, leaf: object) -> "PyTree[P]":
+            return WholeCopy(_without(self.specs[path], BATCH_AXES)) if blocks.is_whole_copy(leaf) else each  # pyright: ignore[reportArgumentType]
+
+        return {
+            path: jax.tree.map(functools.partial(spec, path), state, is_leaf=blocks.is_whole_copy)
+            for path, state in exchange.items()
+        }
 
     @functools.cached_property
     def _by_row(self) -> frozenset[str]:
@@ -313,16 +340,25 @@ class GradientFunction:
 
     def _on_devices(self, function: Callable[[Arrays, States], States], params: Arrays, state: States) -> States:
         """`function` of what each device holds."""
-        each = self.exchange_spec
 
         def local(params: Arrays, state: States) -> States:
-            state = function(params, jax.tree.map(lambda x: x[0], state))
-            return jax.tree.map(lambda x: x[None], state)
+            return blocks.of_devices(function(params, blocks.on_device(state)))
 
         inside = {path: self._inside(self.specs[path]) for path in params}
-        return jax.shard_map(
-            local, mesh=self.mesh, in_specs=(inside, each), out_specs=each, axis_names=self._manual, check_vma=False
-        )(params, state)
+        mapped = functools.partial(
+            jax.shard_map,
+            mesh=self.mesh,
+            axis_names=self._manual,
+            check_vma=False,
+            in_specs=(inside, self._manual_specs(state)),
+        )
+        # Which arrays are there decides how they lie.
+        shapes = jax.eval_shape(mapped(local, out_specs=P()), params, state)
+        return mapped(local, out_specs=self._manual_specs(shapes))(params, state)
+
+    def _manual_specs(self, state: States) -> States:
+        """`exchange_specs` inside of the shard_map."""
+        return jax.tree.map(self._inside, self.exchange_specs(state), is_leaf=lambda x: isinstance(x, P))
 
     def _laid_out(self, found: LossAndGradients) -> LossAndGradients:
         """Says of what goes round from step to step that it stays where it was: parts are joined on data axes alone."""
@@ -360,17 +396,19 @@ class GradientFunction:
         pulled, of_inputs = pull(scale.astype(total.dtype))
         return LossAndGradients(total, loss.weight, loss.sums, loss.outputs, pulled, of_inputs, new, part.exchange)
 
-    def _explicit(self, params: Arrays, whole: _Part, scale: jax.Array) -> LossAndGradients:
+    def _explicit(
+        self, params: Arrays, whole: _Part, scale: jax.Array, context: StepContext | None
+    ) -> LossAndGradients:
         where, over, handled = self._where(params), self._over, self.handled
         scheme = self.scheme(params)
         inside = {path: self._inside(self.specs[path]) for path in params}
-        rows, each = ROWS, self.exchange_spec
+        rows, remembered = ROWS, self._manual_specs(whole.exchange)
         held = {path: self._inside(self.variable_specs.get(path, P())) for path in whole.variables}
         input_specs = jax.tree.map(self._inside, self.input_specs, is_leaf=lambda x: isinstance(x, P))
         once = self.strategy.accumulate == "local"
 
-        def local(params: Arrays, own: _Part, scale: jax.Array) -> LossAndGradients:
-            state, keys = jax.tree.map(lambda x: x[0], own.exchange), own.keys
+        def local(params: Arrays, own: _Part, scale: jax.Array, context: StepContext | None) -> LossAndGradients:
+            state, keys = blocks.on_device(own.exchange), own.keys
             if keys is not None and over:
                 # Not over the stages of a pipeline, which run on the same examples and draw alike for them.
                 keys = Keys(keys.step, jax.random.fold_in(keys.examples, jax.lax.axis_index(over)))
@@ -389,7 +427,7 @@ class GradientFunction:
             gradients, state = found.params, found.exchange
             if once:
                 fetched = {path: gradients[path] for path in fetch.order if path in gradients}
-                gradients, changed = scheme.reduce(fetched, state, None)
+                gradients, changed = scheme.reduce_once(fetched, state, context)
                 gradients = {path: g.astype(params[path].dtype) for path, g in gradients.items()}
                 state = blocks.changed_states(state, changed)
             total, weight, sums = found.sum, found.weight, found.sums
@@ -407,10 +445,10 @@ class GradientFunction:
                 params=gradients,
                 inputs=inputs,
                 variables=found.variables,
-                exchange=jax.tree.map(lambda x: x[None], state),
+                exchange=blocks.of_devices(state),
             )
 
-        moving_specs: dict[str, PyTree[P]] = {"inputs": input_specs, "variables": held, "exchange": each}
+        moving_specs: dict[str, PyTree[P]] = {"inputs": input_specs, "variables": held, "exchange": remembered}
         part_specs: dict[str, PyTree[P]] = {**moving_specs, "constants": P(), "batch": rows, "keys": P()}
         found_specs: dict[str, PyTree[P]] = {
             **dict.fromkeys(("sum", "weight", "sums"), P()),
@@ -421,11 +459,11 @@ class GradientFunction:
         return jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(inside, _Part(**part_specs), P()),
+            in_specs=(inside, _Part(**part_specs), P(), P()),
             out_specs=LossAndGradients(**found_specs),
             axis_names=self._manual,
             check_vma=False,  # what a gather returns is equal everywhere and its derivative is written out
-        )(params, whole, scale)
+        )(params, whole, scale, context)
 
     def _explicit_part(
         self, fetch: ParamGather, where: Mapping[str, ParamLayout], params: Arrays, scale: jax.Array, part: _Part

@@ -1,0 +1,402 @@
+"""SDP4Bit (Jia et al., NeurIPS 2024, arXiv 2410.15526): sharded data parallelism whose exchanges travel in 4 bits.
+
+Master parameters and the optimizer are sharded over all data axes; every device holds a whole copy besides, with which
+the model computes. Once a step,
+
+    gradients   a reduce-scatter in two hops: 8 bits within an index of `replica`, 4 bits between (`gradients`)
+    weights     the owner of a shard sends what its master has more than the copy, in 4 bits, and every device, the owner
+                too, adds what arrives to the copy (`weights`)
+
+The copy is a residual in disguise: what rounding left out of a difference is in the next one. Gradients are rounded by
+chance, after a Hadamard transform that spreads outliers over 32 values; the transform is linear, so that one before the
+first hop and one after the second are enough.
+
+Gradients and weights are laid end to end in buckets, so that groups do not depend on the shapes of parameters. Buckets
+are independent of each other: the first hop of one can travel with the second hop of another.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.kernels import group_quantize
+from scalejax.kernels.group_quantize import IntGroups
+from scalejax.parallel.ddp import MIB, buckets
+from scalejax.parallel.gradients import blocks
+from scalejax.parallel.gradients.blocks import Arrays, DTypeName, ParamLayout, States, StepContext, WholeCopy, axes_of
+from scalejax.parallel.mesh import BATCH_AXES
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+Weights = Literal["plain", "quantized", "differences"]
+Hops = Literal["plain", "one_level", "two_level"]
+Bits = Literal[4, 8, 32]
+SLOW_AXIS = "replica"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sdp4Bit:
+    """A strategy. Always in the explicit form; gradients of several parts are added up before they travel, once a step.
+
+    Attributes:
+      weights: What brings the whole copies up to date: the master parameters in `param_dtype` ("plain"), the same
+        quantized ("quantized", qW in the paper, which loses accuracy), or quantized differences ("differences", qWD).
+      gradients: Reduced in their dtype ("plain"), in one all_to_all over all data axes ("one_level"), or in one over
+        the axes within an index of `replica` and one over `replica` ("two_level").
+      transform: Of gradients before they are quantized.
+      weight_bits, weight_group: Of weights; groups share a scale.
+      fast_bits, fast_group: Of the hop within an index of `replica`; 32 bits = float32 as it is.
+      slow_bits, slow_group: Of the hop between indices of `replica`, and of "one_level".
+      weight_rounding: "stochastic", as in the released code, or to nearest; gradients are always rounded by chance.
+      gradients_from_step: Gradients travel in their dtype before this step.
+      bucket_bytes: Most bytes of float32 that travel together.
+      param_dtype: Of the copy, with which the model computes; None = that of the master parameters.
+      output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
+      replicate_below: Parameters with fewer elements (of one layer) are whole on every device and travel in their dtype.
+    """
+
+    weights: Weights = "differences"
+    gradients: Hops = "two_level"
+    transform: Literal["hadamard", "none"] = "hadamard"
+    weight_bits: Bits = 4
+    weight_group: int = 2048
+    fast_bits: Bits = 8
+    fast_group: int = 128
+    slow_bits: Bits = 4
+    slow_group: int = 128
+    weight_rounding: Literal["stochastic", "nearest"] = "stochastic"
+    gradients_from_step: int = 0
+    bucket_bytes: int = 256 * MIB
+    param_dtype: DTypeName | None = "bfloat16"
+    output_dtype: DTypeName | None = None
+    replicate_below: int = 0
+
+    def __post_init__(self) -> None:
+        for field, choices in (("weights", Weights), ("gradients", Hops)):
+            check_one_of(f"Sdp4Bit: {field}", getattr(self, field), get_args(choices))
+        check_one_of("Sdp4Bit: transform", self.transform, ("hadamard", "none"))
+        check_one_of("Sdp4Bit: weight_rounding", self.weight_rounding, ("stochastic", "nearest"))
+        blocks.check_dtypes("Sdp4Bit", param_dtype=self.param_dtype, output_dtype=self.output_dtype)
+        check_at_least("Sdp4Bit: gradients_from_step", self.gradients_from_step, 0)
+        check_at_least("Sdp4Bit: bucket_bytes", self.bucket_bytes, 1)
+        check_at_least("Sdp4Bit: replicate_below", self.replicate_below, 0)
+        for kind in ("weight", "fast", "slow"):
+            self.format(kind)
+
+    def format(self, kind: Literal["weight", "fast", "slow"]) -> IntGroups | None:
+        """How values travel on a way; None = as float32.
+
+        Raises:
+          UserError: there are no such bits, or groups cannot have that size.
+        """
+        bits, size = getattr(self, f"{kind}_bits"), getattr(self, f"{kind}_group")
+        check_one_of(f"Sdp4Bit: {kind}_bits", bits, get_args(Bits))
+        if size < 1 or size % group_quantize.TRANSFORM:
+            nearest = max(1, round(size / group_quantize.TRANSFORM)) * group_quantize.TRANSFORM
+            raise UserError(
+                f"Sdp4Bit: {kind}_group must be a positive multiple of {group_quantize.TRANSFORM}, the values that a "
+                f"Hadamard transform mixes; got {size}. The nearest is {nearest}."
+            )
+        return None if bits == 32 else IntGroups(bits=bits, size=size)
+
+    @property
+    def form(self) -> Literal["explicit"]:
+        """Exchanges are collectives that a program states itself."""
+        return "explicit"
+
+    @property
+    def after_forward(self) -> Literal["keep"]:
+        """Nothing is gathered in a step of the model, so there is nothing to drop."""
+        return "keep"
+
+    @property
+    def accumulate(self) -> Literal["local"]:
+        """Sums of all parts travel, once a step: rounding each part would add as much noise for each."""
+        return "local"
+
+    @property
+    def reduce_dtype(self) -> None:
+        """Gradients that are not quantized are summed in the dtype of the master parameters."""
+        return
+
+    def axes(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+        """The mesh axes over which master parameters are sharded."""
+        return tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
+
+    def check_specs(self, specs: Mapping[str, P], mesh: Mesh, apart: Mapping[str, tuple[str, ...]]) -> None:
+        """Refuses parameters of which devices hold different ones, and those cut over other axes.
+
+        Raises:
+          UserError: names one.
+        """
+        if apart:
+            raise UserError(
+                f"Sdp4Bit: devices along {'+'.join(next(iter(apart.values())))} hold different parameters for good "
+                f"({next(iter(apart))!r}), of which there are no whole copies. Use --set strategy=Fsdp."
+            )
+        for path, spec in specs.items():
+            named = [tuple(a for a in axes_of(entry) if mesh.shape[a] > 1) for entry in spec]
+            beside = sorted({axis for axes in named for axis in axes if axis not in (*BATCH_AXES, "stage")})
+            if beside:
+                stated = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in beside)
+                raise UserError(
+                    f"Sdp4Bit: {path!r} is cut over {stated} as well, and what is laid end to end would straddle devices. "
+                    f"Use a mesh with {', '.join(f'{axis}=1' for axis in beside)}, or --set strategy=Fsdp."
+                )
+            if sum(any(axis in BATCH_AXES for axis in axes) for axes in named) > 1:
+                raise UserError(f"Sdp4Bit: {path!r} is cut along several dimensions. Take the specs of `fsdp.place`.")
+
+    def exchange(self, layouts: Mapping[str, ParamLayout], axes: tuple[str, ...]) -> "Sdp4BitExchange":
+        """How parameters travel."""
+        return Sdp4BitExchange(
+            strategy=self,
+            plain=blocks.UncompressedExchange(layouts=layouts, axes=axes, param_dtype=self.param_dtype),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Sdp4BitExchange:
+    """The exchange of `Sdp4Bit`; see there.
+
+    Attributes:
+      strategy: What travels how.
+      plain: How what is not quantized travels, and where parameters lie.
+    """
+
+    strategy: Sdp4Bit
+    plain: blocks.UncompressedExchange
+
+    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, None]:
+        rest, _ = self.plain.gather({path: x for path, x in shards.items() if path not in state}, {})
+        return {path: state[path].value if path in state else rest[path] for path in shards}, None
+
+    def reduce(self, gradients: Arrays, state: States, kept: object) -> tuple[Arrays, States]:
+        raise AssertionError("Sdp4Bit reduces once a step")
+
+    def reduce_once(self, gradients: Arrays, state: States, context: StepContext | None) -> tuple[Arrays, States]:
+        cut = self._by_axes(gradients) if self.strategy.gradients != "plain" else {}
+        quantized = [(axes, {path: gradients[path] for path in paths}) for axes, paths in cut.items()]
+        travelling = {path for _, part in quantized for path in part}
+        reduced, _ = self.plain.reduce({path: g for path, g in gradients.items() if path not in travelling}, {}, None)
+        for axes, part in quantized:
+            by_bits = functools.partial(self._reduced, axes, context)
+            if not self.strategy.gradients_from_step:
+                reduced |= by_bits(part)
+                continue
+            if context is None:
+                raise _no_context("gradients_from_step")
+            reduced |= jax.lax.cond(
+                context.step < self.strategy.gradients_from_step,
+                lambda part: self.plain.reduce(part, {}, None)[0],
+                by_bits,
+                part,
+            )
+        return {path: reduced[path] for path in gradients}, state
+
+    def init(self, shards: Arrays) -> States:
+        return {path: WholeCopy(x) for path, x in self.plain.gather(shards, {})[0].items()}
+
+    def after_update(self, shards: Arrays, state: States, context: StepContext | None) -> States:
+        if self.strategy.weights == "plain":
+            return self.init(shards)
+        cut = self._by_axes(shards)
+        travelling = {path for paths in cut.values() for path in paths}
+        copies, _ = self.plain.gather({path: x for path, x in shards.items() if path not in travelling}, {})
+        for axes, paths in cut.items():
+            copies |= self._updated(axes, {path: shards[path] for path in paths}, state, context)
+        # What is not finite arrives as NaN on all devices alike, and all of them keep what they had.
+        finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x).all() for x in copies.values()))
+        return {path: WholeCopy(jnp.where(finite, copies[path], state[path].value)) for path in state}
+
+    def seen(self, params: Arrays, state: States) -> Arrays:
+        return {path: state[path].value.astype(p.dtype) for path, p in params.items() if path in state}
+
+    def rescaled(self, state: States, factor: jax.Array) -> States:
+        del factor  # copies are no gradients
+        return state
+
+    def resized(self, path: str, state: "PyTree", devices: int) -> "PyTree":
+        del path, devices  # one copy for all devices
+        return state
+
+    def _by_axes(self, paths: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
+        """Those that are sharded, by the axes over which they are."""
+        found: dict[tuple[str, ...], list[str]] = {}
+        for path in paths:
+            if sharded := self.plain.layouts[path].sharded:
+                found.setdefault(sharded[0][1], []).append(path)
+        return found
+
+    def _reduced(self, axes: tuple[str, ...], context: StepContext | None, gradients: Arrays) -> Arrays:
+        """Shards of the sums over devices."""
+        s, reduced = self.strategy, {}
+        if s.gradients == "two_level" and not (SLOW_AXIS in axes and len(axes) > 1):
+            stated = "+".join(axes)
+            raise UserError(
+                f"Sdp4Bit: gradients='two_level' needs an index of {SLOW_AXIS!r} for each group of devices with fast links "
+                f"and several devices in each; this mesh has data axes {stated} alone. Set --set placement.mesh."
+                f"{SLOW_AXIS}=N beside fsdp, or --set strategy.gradients=one_level."
+            )
+        slow = (SLOW_AXIS,) if s.gradients == "two_level" else axes
+        fast = tuple(axis for axis in axes if axis not in slow)
+        first, second = s.format("fast") if fast else None, s.format("slow")
+        multiple = math.lcm(*(f.size for f in (first, second) if f is not None), group_quantize.TRANSFORM)
+        rest = tuple(axis for axis in self.plain.axes if axis not in axes)
+        for number, bucket in enumerate(buckets(gradients, s.bucket_bytes)):
+            flat = self._flat({path: gradients[path] for path in bucket})
+            x = _filled(flat.rows({path: gradients[path] for path in bucket}), multiple)  # a row for each device
+            if s.transform == "hadamard":
+                x = group_quantize.hadamard(x)
+            seeds = self._seeds(context, axes, 2 * number, first or second)
+            if fast:
+                # Rows of one slow index stay together, and shards arrive where they belong.
+                x = x.reshape(_size(slow), _size(fast), -1).swapaxes(0, 1).reshape(_size(fast), -1)
+                x = _hop(x, fast, first, seeds).reshape(_size(slow), -1)
+                seeds = self._seeds(context, axes, 2 * number + 1, second)
+            x = _hop(x, slow, second, seeds)
+            if s.transform == "hadamard":
+                x = group_quantize.hadamard(x) / group_quantize.TRANSFORM
+            x = jax.lax.psum(x, rest) if rest else x
+            reduced |= flat.shards(x[: flat.length])
+        return reduced
+
+    def _updated(self, axes: tuple[str, ...], shards: Arrays, state: States, context: StepContext | None) -> Arrays:
+        """The copies after the owners' messages."""
+        s, copies = self.strategy, {}
+        format = s.format("weight")
+        for number, bucket in enumerate(buckets(shards, max(1, s.bucket_bytes // _size(axes)))):
+            flat = self._flat({path: state[path].value for path in bucket})
+            own = {path: shards[path].astype(jnp.float32) for path in bucket}
+            if s.weights == "differences":
+                mine = flat.shards_of({path: state[path].value.astype(jnp.float32) for path in bucket})
+                own = {path: own[path] - mine[path] for path in bucket}
+            sent = flat.row(own)
+            if format is None:
+                arrived = jax.lax.all_gather(sent, axes)
+            else:
+                sent = _filled(sent, format.size)
+                seed = None
+                if s.weight_rounding == "stochastic":
+                    seed = self._seeds(context, axes, -1 - number, format)
+                data = group_quantize.to_bytes(group_quantize.quantize(sent, format, seed))
+                data = jax.lax.all_gather(data, axes)
+                arrived = group_quantize.dequantize(group_quantize.from_bytes(data, sent.shape[-1], format), format)
+            for path, x in flat.whole(arrived[:, : flat.length]).items():
+                old = state[path].value
+                whole = old.astype(jnp.float32) + x if s.weights == "differences" else x
+                copies[path] = whole.astype(old.dtype)
+        return copies
+
+    def _seeds(
+        self, context: StepContext | None, axes: tuple[str, ...], number: int, format: IntGroups | None
+    ) -> jax.Array | None:
+        """uint32[2] of this device; None where nothing is drawn."""
+        if format is None:
+            return None
+        if context is None:
+            raise _no_context("rounding by chance")
+        key = jax.random.fold_in(jax.random.fold_in(context.key, np.uint32(number % 2**32)), jax.lax.axis_index(axes))
+        return jax.random.bits(key, (2,), jnp.uint32)
+
+    def _flat(self, whole: Mapping[str, jax.Array]) -> "_Flat":
+        ((_, axes),) = self.plain.layouts[next(iter(whole))].sharded
+        dims = {path: self.plain.layouts[path].sharded[0][0] for path in whole}
+        return _Flat({path: x.shape for path, x in whole.items()}, dims, axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+    """Parameters laid end to end, shard by shard.
+
+    Attributes:
+      shapes: Of the whole parameters.
+      dims: Which dimension of each is cut.
+      axes: Over which.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dims: Mapping[str, int]
+    axes: tuple[str, ...]
+
+    @property
+    def length(self) -> int:
+        """Values of all shards of a device."""
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [math.prod(shape) // _size(self.axes) for shape in self.shapes.values()]
+
+    def rows(self, whole: Arrays) -> jax.Array:
+        """[devices, length] of whole arrays."""
+        count = _size(self.axes)
+        parts = [jnp.moveaxis(whole[path], dim, 0).reshape(count, -1) for path, dim in self.dims.items()]
+        return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=1)
+
+    def row(self, shards: Arrays) -> jax.Array:
+        """[length] of the shards of this device."""
+        return jnp.concatenate([jnp.moveaxis(shards[path], dim, 0).ravel() for path, dim in self.dims.items()])
+
+    def shards(self, row: jax.Array) -> Arrays:
+        """The inverse of `row`."""
+        parts = jnp.split(row, np.cumsum(self._sizes)[:-1].tolist())
+        return {path: self._joined(path, part[None]) for path, part in zip(self.shapes, parts, strict=True)}
+
+    def whole(self, rows: jax.Array) -> Arrays:
+        """The inverse of `rows`."""
+        parts = jnp.split(rows, np.cumsum(self._sizes)[:-1].tolist(), axis=1)
+        return {path: self._joined(path, part) for path, part in zip(self.shapes, parts, strict=True)}
+
+    def shards_of(self, whole: Arrays) -> Arrays:
+        """What this device holds of whole arrays."""
+        index, found = jax.lax.axis_index(self.axes), {}
+        for path, dim in self.dims.items():
+            size = self.shapes[path][dim] // _size(self.axes)
+            found[path] = jax.lax.dynamic_slice_in_dim(whole[path], index * size, size, dim)
+        return found
+
+    def _joined(self, path: str, parts: jax.Array) -> jax.Array:
+        """[shards, values of one] -> the parameter, or as much of it."""
+        shape, dim = list(self.shapes[path]), self.dims[path]
+        first = shape.pop(dim) // _size(self.axes) * parts.shape[0]
+        return jnp.moveaxis(parts.reshape(first, *shape), 0, dim)
+
+
+def _hop(x: jax.Array, axes: tuple[str, ...], format: IntGroups | None, seed: jax.Array | None) -> jax.Array:
+    """float32[devices, n], a row for each device of the axes -> [n], the sum of what all of them had for this one."""
+    if format is None:
+        arrived, decode = jax.lax.all_to_all(x, axes, 0, 0, tiled=True), lambda row: row
+    else:
+        data = group_quantize.to_bytes(group_quantize.quantize(x, format, seed))
+        arrived = jax.lax.all_to_all(data, axes, 0, 0, tiled=True)
+        decode = lambda row: group_quantize.dequantize(group_quantize.from_bytes(row, x.shape[1], format), format)  # noqa: E731
+    # One after the other: the order is that of devices, and one decoded row exists at a time.
+    total, _ = jax.lax.scan(lambda total, row: (total + decode(row), None), decode(arrived[0]), arrived[1:])
+    return total
+
+
+def _size(axes: tuple[str, ...]) -> int:
+    return math.prod(jax.lax.axis_size(axis) for axis in axes)
+
+
+def _filled(x: jax.Array, multiple: int) -> jax.Array:
+    """Zeros behind the last axis, up to a multiple."""
+    missing = -x.shape[-1] % multiple
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def _no_context(what: str) -> UserError:
+    return UserError(
+        f"Sdp4Bit: {what} needs the step and a key. Pass context=StepContext(step, key) to the gradients and to "
+        "`after_update`, or set weight_rounding='nearest' and gradients='plain'."
+    )
