@@ -4,8 +4,8 @@ Master parameters and the optimizer are sharded over all data axes; every device
 the model computes. Once a step,
 
     gradients   a reduce-scatter in two hops: 8 bits within an index of `replica`, 4 bits between (`gradients`)
-    weights     the owner of a shard sends what its master has more than the copy, in 4 bits, and every device, the owner
-                too, adds what arrives to the copy (`weights`)
+    weights     the owner of a shard sends what its master has more than the copy, in 4 bits, and every device, itself
+                too, adds what arrives to its copy (`weights`)
 
 The copy is a residual in disguise: what rounding left out of a difference is in the next one. Gradients are rounded by
 chance, after a Hadamard transform that spreads outliers over 32 values; the transform is linear, so that one before the
@@ -62,7 +62,7 @@ class Sdp4Bit:
       bucket_bytes: Most bytes of float32 that travel together.
       param_dtype: Of the copy, with which the model computes; None = that of the master parameters.
       output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
-      replicate_below: Parameters with fewer elements (of one layer) are whole on every device and travel in their dtype.
+      replicate_below: Parameters with fewer elements (of one layer) are whole on every device and not quantized.
     """
 
     weights: Weights = "differences"
@@ -150,8 +150,9 @@ class Sdp4Bit:
             if beside:
                 stated = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in beside)
                 raise UserError(
-                    f"Sdp4Bit: {path!r} is cut over {stated} as well, and what is laid end to end would straddle devices. "
-                    f"Use a mesh with {', '.join(f'{axis}=1' for axis in beside)}, or --set strategy=Fsdp."
+                    f"Sdp4Bit: {path!r} is cut over {stated} as well, so that groups of what is laid end to end would "
+                    f"straddle devices. Use a mesh with {', '.join(f'{axis}=1' for axis in beside)}, or --set "
+                    "strategy=Fsdp."
                 )
             if sum(any(axis in BATCH_AXES for axis in axes) for axes in named) > 1:
                 raise UserError(f"Sdp4Bit: {path!r} is cut along several dimensions. Take the specs of `fsdp.place`.")
@@ -243,9 +244,9 @@ class Sdp4BitExchange:
         if s.gradients == "two_level" and not (SLOW_AXIS in axes and len(axes) > 1):
             stated = "+".join(axes)
             raise UserError(
-                f"Sdp4Bit: gradients='two_level' needs an index of {SLOW_AXIS!r} for each group of devices with fast links "
-                f"and several devices in each; this mesh has data axes {stated} alone. Set --set placement.mesh."
-                f"{SLOW_AXIS}=N beside fsdp, or --set strategy.gradients=one_level."
+                f"Sdp4Bit: gradients='two_level' needs several indices of {SLOW_AXIS!r} and several "
+                f"devices in each; this mesh cuts data over {stated} alone. Set --set placement.mesh.{SLOW_AXIS}=N "
+                "beside fsdp, or --set strategy.gradients=one_level."
             )
         slow = (SLOW_AXIS,) if s.gradients == "two_level" else axes
         fast = tuple(axis for axis in axes if axis not in slow)

@@ -49,7 +49,7 @@ class Rounding(blocks.Stateless):
         zeros = {path: jnp.zeros(residual_stack.axes()[path][1]) for path in shards}
         return {path: {"residual": z, "rounds": jnp.zeros(z.shape[:1], jnp.int32)} for path, z in zeros.items()}
 
-    def after_update(self, shards, state):
+    def after_update(self, shards, state, context):
         return {path: {**s, "rounds": s["rounds"] + 1} for path, s in state.items()}
 
 

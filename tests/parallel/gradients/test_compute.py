@@ -263,7 +263,7 @@ class OneBit(blocks.Stateless):
         zero = {"updates": jnp.zeros((), jnp.int32), "held": jnp.zeros(())}
         return {path: {"residual": jnp.zeros(SHAPES[path]), **zero} for path in shards}
 
-    def after_update(self, shards, state):
+    def after_update(self, shards, state, context):
         return {path: {**s, "updates": s["updates"] + 1, "held": shards[path].sum()} for path, s in state.items()}
 
 
@@ -298,7 +298,8 @@ def test_a_run_goes_on_to_the_bit_with_the_state_of_an_exchange(accumulate, part
         assert lies(first[path]["residual"], run.exchange_specs(first)[path]["residual"])
     through = steps(params, first, 12)
     half, state = steps(params, first, 6)
-    state = jax.device_put(jax.device_get(state), NamedSharding(run.mesh, EACH))
+    shardings = jax.tree.map(functools.partial(NamedSharding, run.mesh), run.exchange_specs(state))
+    state = jax.device_put(jax.device_get(state), shardings)
     jax.tree.map(np.testing.assert_array_equal, steps(half, state, 6), through)
 
     params, state = through

@@ -101,7 +101,7 @@ class Changes(OneBit):
         # One flag a layer, so that it is cut by layer as the weights are.
         return {path: {"held": x, "begun": jnp.zeros(x.shape[:1] + (1,) * (x.ndim - 1))} for path, x in held.items()}
 
-    def after_update(self, shards, state):
+    def after_update(self, shards, state, context):
         fresh = self.inner.gather(shards, {})[0]
         new = {}
         for path, s in state.items():

@@ -1,0 +1,285 @@
+"""SDP4Bit on eight devices: its exchange against sums that are written out, its copies, and what it refuses."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalejax.errors import UserError
+from scalejax.parallel import fsdp
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.gradients.blocks import StepContext
+from scalejax.parallel.gradients.compute import Loss, gradients
+from scalejax.parallel.mesh import MeshShape
+from scalejax.parallel.sdp4bit import Sdp4Bit
+from scalejax.plan import explain_sharding
+
+MESH = MeshShape(replica=2, fsdp=4)
+SHAPES = {"a": (64, 48), "b": (3, 5, 256), "c": (8, 3), "whole": (3,)}
+"""Cut along the first dimension, the last, into few values, and not at all."""
+AS_IS = {"weights": "plain", "transform": "none", "fast_bits": 32, "slow_bits": 32, "param_dtype": None}
+
+
+def make_mesh(shape=MESH):
+    return meshes.make_mesh(shape)
+
+
+def placed(strategy, mesh):
+    described = {path: ((None,) * len(shape), shape) for path, shape in SHAPES.items()}
+    return {p.name: p.spec for p in fsdp.place(described, strategy, mesh=mesh)}
+
+
+def heavy_tailed(seed, *first):
+    rng = np.random.default_rng(seed)
+    return {path: rng.standard_t(3, (*first, *shape)).astype(np.float32) for path, shape in SHAPES.items()}
+
+
+def dot(given):
+    """A loss whose gradient of each device is its row of the batch: sum of params * batch."""
+    params = given.gather(given.params)
+    total = sum((params[path].astype(jnp.float32) * given.batch[path][0]).sum() for path in SHAPES)
+    return Loss(total, jnp.float32(1)), {}
+
+
+def prepared(strategy, mesh=None, parts=1):
+    """(gradients, master parameters, gradients of each device)."""
+    mesh = mesh or make_mesh()
+    specs = placed(strategy, mesh)
+    run = gradients(dot, strategy, mesh=mesh, specs=specs, parts=parts)
+    params = {path: jax.device_put(x, NamedSharding(mesh, specs[path])) for path, x in heavy_tailed(1).items()}
+    given = jax.device_put(heavy_tailed(2, mesh.size * parts), meshes.batch_sharding(mesh))
+    return run, params, given
+
+
+def context_of(step=0, seed=0):
+    return StepContext(jnp.int32(step), jax.random.key(seed))
+
+
+def reduced(strategy, mesh=None, **context):
+    run, params, given = prepared(strategy, mesh)
+    state = jax.jit(run.init_exchange)(params)
+    found = jax.jit(lambda p, s: run(p, given, exchange=s, context=context_of(**context)))(params, state)
+    return {path: np.asarray(g) for path, g in found.params.items()}
+
+
+def test_without_rounding_one_level_is_the_plain_reduction_and_two_are_two_nested_ones():
+    plain = reduced(Fsdp(sharding="SHARD_GRAD_OP", form="explicit", accumulate="local"))
+    one = reduced(Sdp4Bit(gradients="one_level", **AS_IS))
+    two = reduced(Sdp4Bit(gradients="two_level", **AS_IS))
+    given = heavy_tailed(2, 8)
+    for path, x in given.items():
+        np.testing.assert_array_equal(one[path].view(np.uint32), plain[path].view(np.uint32))
+        # Within an index of replica in the order of devices, then between the two.
+        fast = functools.reduce(np.add, x.reshape(2, 4, *SHAPES[path]).swapaxes(0, 1))
+        nested = fast[0] + fast[1] if path != "whole" else plain[path]
+        np.testing.assert_array_equal(two[path].view(np.uint32), nested.view(np.uint32))
+        np.testing.assert_allclose(two[path], x.astype(np.float64).sum(0), rtol=1e-5, atol=1e-5)
+    assert any((one[path] != two[path]).any() for path in SHAPES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [MeshShape(replica=4, fsdp=2), MeshShape(replica=2, fsdp=2, expert=2)])
+def test_two_levels_without_rounding_on_other_meshes(shape):
+    two = reduced(Sdp4Bit(gradients="two_level", **AS_IS), make_mesh(shape))
+    for path, x in heavy_tailed(2, 8).items():
+        np.testing.assert_allclose(two[path], x.astype(np.float64).sum(0), rtol=1e-5, atol=1e-5)
+
+
+def relative_error(found):
+    exact = {path: x.astype(np.float64).sum(0) for path, x in heavy_tailed(2, 8).items()}
+    missed = sum(((found[path] - x) ** 2).sum() for path, x in exact.items())
+    return float(np.sqrt(missed / sum((x**2).sum() for x in exact.values())))
+
+
+def test_the_transform_halves_the_error_of_heavy_tails():
+    """Both hops in 4 bits: with 8 in the first the second alone would count."""
+    four = {"fast_bits": 4, "slow_bits": 4}
+    rotated, plain = (relative_error(reduced(Sdp4Bit(transform=t, **four))) for t in ("hadamard", "none"))
+    assert rotated < 0.75 * plain
+    assert relative_error(reduced(Sdp4Bit())) < rotated
+    exact = reduced(Sdp4Bit(fast_bits=32, slow_bits=32, param_dtype=None))
+    assert relative_error(exact) < 1e-6  # one transform before and one after are the identity
+
+
+def test_rounding_is_right_on_average_and_differs_from_step_to_step():
+    run, params, given = prepared(Sdp4Bit())
+    state = jax.jit(run.init_exchange)(params)
+    step = jax.jit(
+        lambda seed: run(params, given, exchange=state, context=StepContext(jnp.int32(0), jax.random.key(seed))).params
+    )
+    draws = [step(seed) for seed in range(100)]
+    mean = {path: np.mean([np.asarray(d[path], np.float64) for d in draws], axis=0) for path in SHAPES}
+    assert relative_error(mean) < 0.13 * relative_error(draws[0])  # 1 / sqrt(100), and some
+    assert (np.asarray(draws[0]["a"]) != np.asarray(draws[1]["a"])).any()
+    again = step(0)
+    np.testing.assert_array_equal(again["a"], draws[0]["a"])
+
+
+def test_gradients_travel_as_they_are_before_a_step():
+    strategy = Sdp4Bit(gradients="one_level", gradients_from_step=3, param_dtype=None)
+    plain = reduced(Fsdp(sharding="SHARD_GRAD_OP", form="explicit", accumulate="local"))
+    before, after = reduced(strategy, step=2), reduced(strategy, step=3)
+    for path in SHAPES:
+        np.testing.assert_array_equal(before[path], plain[path])
+    assert relative_error(after) > 0.01
+
+
+def test_parts_are_added_up_before_they_travel():
+    """The same sum in one part and in four gives the same bits, states included."""
+    strategy = Sdp4Bit()
+    run, params, _ = prepared(strategy)
+    four, _, _ = prepared(strategy, parts=4)
+    # Whole numbers, so that the sum over parts is exact; device d has rows 4 d to 4 d + 3.
+    given = {
+        path: np.random.default_rng(3).integers(-50, 50, (32, *shape)).astype(np.float32)
+        for path, shape in SHAPES.items()
+    }
+    summed = {path: x.reshape(8, 4, *SHAPES[path]).sum(1) for path, x in given.items()}
+    state = jax.jit(run.init_exchange)(params)
+    sharding = meshes.batch_sharding(make_mesh())
+    found = [
+        jax.jit(lambda rows, take=take: take(params, rows, exchange=state, context=context_of()))(
+            jax.device_put(rows, sharding)
+        )
+        for take, rows in ((run, summed), (four, given))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, found[0].params, found[1].params)
+    jax.tree.map(np.testing.assert_array_equal, found[0].exchange, found[1].exchange)
+
+
+def updates(strategy, steps, mesh=None, spoil=None):
+    """Master parameters and copies, step by step; masters walk at random."""
+    run, params, _ = prepared(strategy, mesh)
+    state = jax.jit(run.init_exchange)(params)
+    after = jax.jit(lambda p, s, n: run.after_update(p, s, StepContext(n, jax.random.fold_in(jax.random.key(0), n))))
+    rng, seen = np.random.default_rng(5), []
+    for n in range(steps):
+        moved = {
+            path: np.asarray(p) + 1e-2 * rng.standard_t(3, p.shape).astype(np.float32) for path, p in params.items()
+        }
+        if n == spoil:
+            moved["a"][17, 5] = np.nan
+        params = {path: jax.device_put(x, params[path].sharding) for path, x in moved.items()}
+        state = after(params, state, jnp.int32(n))
+        seen.append((moved, {path: np.asarray(copy.value) for path, copy in state.items()}))
+    return state, seen
+
+
+@pytest.mark.parametrize("weights", ["differences", pytest.param("quantized", marks=pytest.mark.slow)])
+def test_copies_are_the_same_bits_on_every_device_after_many_steps(weights):
+    state, _ = updates(Sdp4Bit(weights=weights), 100)
+    for path, copy in state.items():
+        shown = [np.asarray(shard.data).view(np.uint16) for shard in copy.value.addressable_shards]
+        assert len(shown) == 8
+        assert all(one.shape == SHAPES[path] and (one == shown[0]).all() for one in shown)
+        assert copy.value.dtype == jnp.bfloat16
+
+
+def test_what_a_difference_left_out_is_in_the_next_one():
+    """Copies stay near masters that walk away, by about the rounding of one step; quantized weights do not."""
+    _, seen = updates(Sdp4Bit(param_dtype=None), 60)
+    distances = [np.linalg.norm(masters["a"] - copies["a"]) for masters, copies in seen]
+    steps = [np.linalg.norm(new["a"] - old["a"]) for (old, _), (new, _) in itertools.pairwise(seen)]
+    assert np.linalg.norm(seen[-1][0]["a"] - seen[0][0]["a"]) > 6 * np.mean(steps)
+    assert max(distances) < np.mean(steps)
+    _, whole = updates(Sdp4Bit(weights="quantized", param_dtype=None), 2)
+    assert np.linalg.norm(whole[-1][0]["a"] - whole[-1][1]["a"]) > 40 * np.mean(steps)
+
+
+def test_a_copy_moves_by_what_was_sent_and_the_rest_stays():
+    """w_model' = w_model + C(w_main - w_model): of each owner in float64, with the rounding written out."""
+    strategy = Sdp4Bit(param_dtype=None, weight_rounding="nearest", weight_group=32)
+    _, seen = updates(strategy, 3)
+    (_, before), (masters, after) = seen[-2:]
+    difference = masters["a"].astype(np.float64) - before["a"]
+    # "c", "b" and "a" lie end to end in the order in which buckets fill: from the last to the first.
+    rows = []
+    for path, dim in (("c", 0), ("b", 2), ("a", 0)):
+        d = masters[path].astype(np.float64) - before[path]
+        rows.append(np.moveaxis(d, dim, 0).reshape(8, -1))
+    flat = np.concatenate(rows, axis=1)
+    filled = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 32))).reshape(8, -1, 32)
+    scale = np.abs(filled).max(axis=2, keepdims=True) / 7
+    sent = (np.round(filled / np.where(scale, scale, 1)) * scale).reshape(8, -1)[:, : flat.shape[1]]
+    moved = sent[:, -64 * 48 // 8 :].reshape(64, 48)
+    np.testing.assert_allclose(after["a"] - before["a"].astype(np.float64), moved, atol=2e-6)
+    assert np.abs(difference - moved).max() <= scale.max() / 2 + 1e-6
+
+
+def test_copies_stay_as_they_were_where_a_master_is_not_finite():
+    _, seen = updates(Sdp4Bit(), 3, spoil=2)
+    for path in SHAPES:
+        np.testing.assert_array_equal(seen[2][1][path], seen[1][1][path])
+        assert np.isfinite(seen[2][1][path].astype(np.float32)).all()
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_its_owners():
+    run, params, given = prepared(Sdp4Bit())
+    spoilt = {path: np.array(x) for path, x in given.items()}
+    spoilt["a"][3, 10, 7] = np.inf
+    state = jax.jit(run.init_exchange)(params)
+    found = run(
+        params, jax.device_put(spoilt, meshes.batch_sharding(make_mesh())), exchange=state, context=context_of()
+    )
+    assert not np.isfinite(np.asarray(found.params["a"])).all()
+
+
+def test_bytes_of_a_step_are_those_of_the_formats():
+    """Of the compiled step: codes and scales for the copies, the fast hop and the slow one; nothing else as large."""
+    strategy, mesh = Sdp4Bit(), make_mesh()
+    run, params, given = prepared(strategy, mesh)
+    state = jax.jit(run.init_exchange)(params)
+
+    def step(params, state):
+        found = run(params, given, exchange=state, context=context_of())
+        params = {path: p - 0.1 * found.params[path] for path, p in params.items()}
+        return params, run.after_update(params, found.exchange, context_of())
+
+    compiled = jax.jit(step).lower(params, state).compile()
+    found = [c for c in explain_sharding(compiled, mesh) if c.bytes > 200]
+    cut = sum(int(np.prod(SHAPES[path])) for path in "abc") // 8  # values of a device
+    hop, weight = -(-cut // 128) * 128, -(-cut // 2048) * 2048  # filled up to whole groups
+    expected = {
+        ("all-to-all", ("fsdp",)): 8 * hop * (1 + 4 / 128),
+        ("all-to-all", ("replica",)): 2 * hop * (0.5 + 4 / 128),
+        ("all-gather", ("replica", "fsdp")): 8 * weight * (0.5 + 4 / 2048),
+    }
+    assert {(c.kind, c.axes): c.bytes for c in found} == expected
+
+
+MESSAGES = [
+    (lambda: Sdp4Bit(weights="qw"), "weights must be one of plain, quantized, differences"),
+    (lambda: Sdp4Bit(slow_group=100), "slow_group must be a positive multiple of 32.*got 100. The nearest is 96"),
+    (lambda: Sdp4Bit(fast_bits=5), "fast_bits must be one of 4, 8, 32"),
+    (lambda: Sdp4Bit(gradients_from_step=-1), "gradients_from_step"),
+    (lambda: reduced(Sdp4Bit(), make_mesh(MeshShape(fsdp=8))), "several indices of 'replica'.*gradients=one_level"),
+    (lambda: prepared(Sdp4Bit())[0].after_update(*_no_context()), "needs the step and a key"),
+]
+
+
+def _no_context():
+    run, params, _ = prepared(Sdp4Bit())
+    return params, jax.jit(run.init_exchange)(params)
+
+
+@pytest.mark.parametrize(("run", "message"), MESSAGES)
+def test_what_does_not_go_is_refused(run, message):
+    with pytest.raises(UserError, match=message):
+        run()
+
+
+def test_parameters_that_are_cut_otherwise_are_refused():
+    mesh = make_mesh(MeshShape(fsdp=4, tensor=2))
+    specs = {"w": P("fsdp", "tensor")}
+    with pytest.raises(UserError, match="cut over tensor=2 as well"):
+        gradients(dot, Sdp4Bit(), mesh=mesh, specs=specs)
+    with pytest.raises(UserError, match="hold different parameters for good"):
+        gradients(
+            dot, Sdp4Bit(), mesh=make_mesh(MeshShape(expert=8)), specs={"w": P("expert")}, apart={"w": ("expert",)}
+        )
