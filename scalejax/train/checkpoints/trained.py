@@ -32,6 +32,8 @@ from scalejax.train.checkpoints.manifest import Damaged, Manifest
 
 _RECORD, _CHECKPOINTS, _ARRAYS = "experiment.json", "checkpoints", "arrays"
 _PARAMS, _VARIABLES, _AVERAGES, _TABLES = "params.", "variables.", "averages.", "tables."
+_EXCHANGE, _COPY = "exchange.", ".value"
+_OF_A_MODEL = (_PARAMS, _VARIABLES, _AVERAGES, _TABLES, _EXCHANGE)
 _MAPS = f"{_TABLES}{MAPS}."
 _UPDATES = f"{_TABLES}{COUNTS}.updates"
 _SHOWN = 3
@@ -45,6 +47,8 @@ class Trained:
       params: Path -> dense parameter.
       variables: Path -> what else the model holds, such as running means.
       averages: Name -> path -> average of a parameter over the steps of training.
+      copies: Path -> the parameter as the model of the run computed with it, where its strategy keeps whole copies
+        beside the master parameters (`gradients.blocks.WholeCopy`).
       tables: Name -> rows [V, dim] of an embedding table, in their dtype at rest.
       maps: Name of a table with an id map -> the arrays of the map, as in `id_map.State` (its counters are left out).
       updates: int32[], how often tables were updated, by which id maps tell the time; None = never.
@@ -60,6 +64,7 @@ class Trained:
     params: Mapping[str, AnyArray]
     variables: Mapping[str, AnyArray] = dataclasses.field(default_factory=dict)
     averages: Mapping[str, Mapping[str, AnyArray]] = dataclasses.field(default_factory=dict)
+    copies: Mapping[str, AnyArray] = dataclasses.field(default_factory=dict)
     tables: Mapping[str, AnyArray] = dataclasses.field(default_factory=dict)
     maps: Mapping[str, Mapping[str, AnyArray]] = dataclasses.field(default_factory=dict)
     updates: AnyArray | None = None
@@ -252,7 +257,9 @@ class Checkpoint:
             return None
         return Checkpoint(self.folder.parent / said.folder, said.read(self.folder.parent), said.digest)
 
-    def whole(self, parts: tuple[str, ...] = (_PARAMS, _VARIABLES, _AVERAGES, _TABLES)) -> dict[str, LazyArray]:
+    def whole(
+        self, parts: tuple[str, ...] = (_PARAMS, _VARIABLES, _AVERAGES, _TABLES, _EXCHANGE)
+    ) -> dict[str, LazyArray]:
         """Name -> array that is here in full, of those whose names begin with one of `parts`."""
         delta, frozen = chain.delta_of(self.manifest), manifests.Frozen.of(self.manifest)
         known = self.manifest.arrays
@@ -293,6 +300,7 @@ def merge(links: Sequence[Checkpoint], frozen: Checkpoint | None = None) -> Trai
         params=_below(_PARAMS, arrays),
         variables=_below(_VARIABLES, arrays),
         averages=averages,
+        copies={name.removesuffix(_COPY): x for name, x in _below(_EXCHANGE, arrays).items() if name.endswith(_COPY)},
         tables=tables,
         maps=maps,
         updates=arrays.get(_UPDATES),

@@ -19,6 +19,7 @@ from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange import to_towers
 from scalejax.parallel.embedding.tiers import cached, cached_schema
 from scalejax.parallel.gradients.blocks import axes_of
+from scalejax.parallel.sdp4bit import Sdp4Bit
 from scalejax.parallel.towers import HostTowers
 from scalejax.train.experiment import Experiment, Tables
 from scalejax.train.metrics.protocol import Metric, Value, names_of
@@ -90,6 +91,7 @@ def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None
     )
     _check_divides(program)
     _check_stages(program)
+    _check_copies(experiment)
     _check_evaluation(experiment, program.model.statistics)
     if program.model.statistics and experiment.gradients.microbatch is not None:
         warnings.warn(
@@ -326,6 +328,16 @@ def _check_divides(program: Program) -> None:
                     f"{axis}={' or '.join(map(str, fitting))} (--set placement.mesh.{axis}=N), or a model with "
                     f"{logical}={f'{below} or {above}' if below else above}."
                 )
+
+
+def _check_copies(experiment: Experiment) -> None:
+    """Refuses master parameters on the host where every device holds a whole copy all the same."""
+    if isinstance(experiment.strategy, Sdp4Bit) and "parameters" in experiment.placement.offload:
+        raise UserError(
+            f"strategy=Sdp4Bit keeps a whole copy of the parameters on every device, and placement.offload="
+            f"{experiment.placement.offload!r} would bring the shards of the master parameters to the host beside it. "
+            "Set --set placement.offload=optimizer, or none, or --set strategy=Fsdp."
+        )
 
 
 def _check_stages(program: Program) -> None:

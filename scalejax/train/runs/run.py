@@ -22,6 +22,7 @@ from scalejax.parallel.embedding.plan.placement import PlanRefused
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 from scalejax.parallel.embedding.row_cache import RowCache, Tiers
 from scalejax.parallel.embedding.stored.tracking import touched_rows
+from scalejax.parallel.gradients.blocks import WholeCopy
 from scalejax.train import distributed, phases
 from scalejax.train import state as states
 from scalejax.train.batches.convert import prefetch
@@ -353,12 +354,15 @@ class Run:
             known = ", ".join(found.averages) or "none"
             raise UserError(f"evaluation.average is {scored!r}, and the averages in {found.origin} are: {known}.")
         averages = {} if scored is None else {scored: run_state.placed(found.averages[scored], state.averages[scored])}
+        copies = {path: leaf.value for path, leaf in state.exchange.items() if isinstance(leaf, WholeCopy)}
+        copies = run_state.placed({path: found.copies.get(path, arrays[path]) for path in copies}, copies)
         state = dataclasses.replace(
             state,
             step=np.array(found.step, np.int32),
             params=run_state.placed(arrays, state.params),
             variables=run_state.placed(arrays, state.variables),
             averages=averages,
+            exchange={path: WholeCopy(x) for path, x in copies.items()},
         )
         if program.collection is not None and self.tables is not None:
             program.collection.check_fits()
