@@ -13,6 +13,7 @@ Also here: making replicas equal at the start, and finding out whether they stil
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -23,6 +24,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.parallel.compression import two_way
+from scalejax.parallel.compression.two_way import Compression
 from scalejax.parallel.gradients.blocks import (
     Accumulate,
     Arrays,
@@ -31,6 +34,7 @@ from scalejax.parallel.gradients.blocks import (
     ParamLayout,
     Stateless,
     States,
+    StepContext,
     axes_of,
     check_dtypes,
     summable,
@@ -38,11 +42,12 @@ from scalejax.parallel.gradients.blocks import (
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Bool, UInt32
+    from jaxtyping import Bool, PyTree, UInt32
 
 Tree = TypeVar("Tree")
 
 MIB = 2**20
+_BUCKET = "bucket {}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,7 @@ class Ddp:
       reduce_dtype: Dtype in which gradients are summed over devices; None = param_dtype, or that of the master
         parameters with accumulate="local", which adds up in it.
       output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
+      compression: How large gradients travel compressed, once a step; None = they do not. In buckets of its own.
     """
 
     bucket_bytes: int = 25 * MIB
@@ -64,6 +70,7 @@ class Ddp:
     param_dtype: DTypeName | None = None
     reduce_dtype: DTypeName | None = None
     output_dtype: DTypeName | None = None
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         check_at_least("Ddp: bucket_bytes", self.bucket_bytes, 1)
@@ -81,6 +88,16 @@ class Ddp:
     def after_forward(self) -> Literal["keep"]:
         """Nothing is gathered, so there is nothing to drop."""
         return "keep"
+
+    @property
+    def remembers(self) -> str:
+        """What the state of the exchange is of; a run goes on with no other."""
+        return f"Ddp {self.compression}"
+
+    @property
+    def reduces(self) -> Literal["parts", "step"]:
+        """Whether gradients are reduced in the backward pass of each part, or once a step."""
+        return "step" if self.accumulate == "local" or self.compression is not None else "parts"
 
     @property
     def replicate_below(self) -> int:
@@ -103,13 +120,14 @@ class Ddp:
 
     def exchange(self, layouts: Mapping[str, ParamLayout], axes: tuple[str, ...]) -> ParamExchange:
         """How parameters travel: they do not, and gradients go in buckets."""
-        return Bucketed(
+        plain = Bucketed(
             layouts=layouts,
             axes=axes,
             bucket_bytes=self.bucket_bytes,
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
         )
+        return plain if self.compression is None else CompressedBuckets(plain=plain, compression=self.compression)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -147,6 +165,89 @@ class Bucketed(Stateless):
                 parts = jnp.split(total, np.cumsum([group[path].size for path in bucket])[:-1].tolist())
                 reduced |= {path: part.reshape(group[path].shape) for path, part in zip(bucket, parts, strict=True)}
         return reduced, state
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class CompressedBuckets:
+    """The exchange of `Ddp` with `compression`: large gradients as `two_way` says, the others as `Bucketed`.
+
+    Attributes:
+      plain: How the others travel.
+      compression: How the large ones do.
+    """
+
+    plain: Bucketed
+    compression: Compression
+
+    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, None]:
+        return self.plain.gather(shards, state)
+
+    def reduce(self, gradients: Arrays, state: States, kept: object) -> tuple[Arrays, States]:
+        raise AssertionError("compressed gradients are reduced once a step")
+
+    def reduce_once(self, gradients: Arrays, state: States, context: StepContext | None) -> tuple[Arrays, States]:
+        slow, fast = self._axes()
+        large = self._buckets(gradients) if slow else ()
+        travelling = {path for bucket in large for path in bucket}
+        reduced, _ = self.plain.reduce({path: g for path, g in gradients.items() if path not in travelling}, {}, None)
+        new: States = {}
+        for number, bucket in enumerate(large):
+            name, own = _BUCKET.format(number), {path: gradients[path] for path in bucket}
+            total, new[name] = two_way.reduced(
+                self.compression,
+                two_way.flat(own),
+                state.get(name, {}),
+                slow=slow,
+                fast=fast,
+                context=context,
+                number=number,
+            )
+            reduced |= two_way.apart(total, own)
+        return {path: reduced[path] for path in gradients}, {**state, **{name: x for name, x in new.items() if x}}
+
+    def init(self, shards: Arrays) -> States:
+        slow, fast = self._axes()
+        hosts, local = (math.prod(jax.lax.axis_size(axis) for axis in axes) for axes in (slow, fast))
+        found = {}
+        for number, bucket in enumerate(self._buckets(shards)):
+            values = sum(shards[path].size for path in bucket)
+            found[_BUCKET.format(number)] = two_way.initial(self.compression, values, hosts, local)
+        return {name: state for name, state in found.items() if state}
+
+    def after_update(self, shards: Arrays, state: States, context: StepContext | None) -> States:
+        del shards, context
+        return state
+
+    def seen(self, params: Arrays, state: States) -> Arrays:
+        del state
+        return params
+
+    def rescaled(self, state: States, factor: jax.Array) -> States:
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), state)
+
+    def resized(self, path: str, state: "PyTree", sizes: Mapping[str, int]) -> "PyTree":
+        del path
+        slow, _ = _slow_and_fast(tuple(axis for axis, size in sizes.items() if size > 1))
+        hosts = math.prod(sizes[axis] for axis in slow)
+        return two_way.resized(state, hosts, math.prod(sizes.values()) // hosts)
+
+    def _axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Those over which gradients are compressed, and those over which they are summed before."""
+        return _slow_and_fast(self.plain.axes)
+
+    def _buckets(self, arrays: Arrays) -> tuple[tuple[str, ...], ...]:
+        """By path, so that what is remembered does not hang on the order in which a model fetches its parameters."""
+        large = {
+            path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.float32)
+            for path in sorted(arrays)
+            if 4 * arrays[path].size >= self.compression.plain_below and not self.plain.layouts[path].apart
+        }
+        return buckets(large, self.compression.bucket_bytes)
+
+
+def _slow_and_fast(axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    slow = (two_way.SLOW_AXIS,) if two_way.SLOW_AXIS in axes else axes
+    return slow, tuple(axis for axis in axes if axis not in slow)
 
 
 def buckets(arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) -> tuple[tuple[str, ...], ...]:

@@ -94,6 +94,16 @@ class Fsdp:
         _check_options(self)
 
     @property
+    def remembers(self) -> str:
+        """What the state of the exchange is of; a run goes on with no other."""
+        return type(self).__name__
+
+    @property
+    def reduces(self) -> Literal["parts", "step"]:
+        """Whether gradients are reduced in the backward pass of each part, or once a step."""
+        return "step" if self.accumulate == "local" else "parts"
+
+    @property
     def after_forward(self) -> Literal["drop", "keep"]:
         """Whether gathered parameters of a layer are dropped after its forward pass ("reshard after forward")."""
         return _AFTER_FORWARD[self.sharding]

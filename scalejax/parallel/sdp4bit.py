@@ -125,6 +125,16 @@ class Sdp4Bit:
         return "local"
 
     @property
+    def remembers(self) -> str:
+        """What the state of the exchange is of; a run goes on with no other."""
+        return type(self).__name__
+
+    @property
+    def reduces(self) -> Literal["step"]:
+        """Gradients are reduced once a step."""
+        return "step"
+
+    @property
     def reduce_dtype(self) -> None:
         """Gradients that are not quantized are summed in the dtype of the master parameters."""
         return
@@ -226,8 +236,8 @@ class Sdp4BitExchange:
         del factor  # copies are no gradients
         return state
 
-    def resized(self, path: str, state: "PyTree", devices: int) -> "PyTree":
-        del path, devices  # one copy for all devices
+    def resized(self, path: str, state: "PyTree", sizes: Mapping[str, int]) -> "PyTree":
+        del path, sizes  # one copy for all devices
         return state
 
     def _by_axes(self, paths: Iterable[str]) -> dict[tuple[str, ...], list[str]]:

@@ -598,7 +598,7 @@ class Program:
         key = jax.random.fold_in(state.key, state.step)
         # Devices and parts fold small numbers into the key of the examples; `_WHOLE_STEP` is not to be one of them.
         keys = Keys(step=jax.random.fold_in(key, _WHOLE_STEP), examples=key)
-        context = StepContext(state.step, jax.random.fold_in(key, _EXCHANGE))
+        context = StepContext(state.step, jax.random.fold_in(key, _EXCHANGE), self._rate_ratio(state.step))
         state = self._moved(state, offload.fetch)
         tables, embedded = state.tables, {}
         if ahead is not None:
@@ -674,6 +674,15 @@ class Program:
             key=state.key,
         )
         return self._moved(state, offload.put_back), found.sum / found.weight.astype(found.sum.dtype)
+
+    def _rate_ratio(self, step: jax.Array) -> jax.Array | None:
+        """The last learning rate over this one, 1 where this one is 0; None = the optimizer has several."""
+        rate = getattr(self.experiment.optimizer, "learning_rate", None)
+        if rate is None:
+            return None
+        schedule, step = rate.build(self.experiment.steps), step - self.schedules_from
+        before, now = (jnp.asarray(schedule(s), jnp.float32) for s in (jnp.maximum(step - 1, 0), step))
+        return jnp.where(now > 0, before / jnp.where(now > 0, now, 1), 1)
 
     def _divided(self, batch: Batch) -> tuple[dict[str, dict[str, jax.Array]], dict[str, object]]:
         """What of a batch has rows, and what all devices and parts share."""

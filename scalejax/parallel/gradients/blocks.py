@@ -53,6 +53,7 @@ An exchange of one's own, whose gradients travel in bfloat16, on whatever device
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -115,10 +116,12 @@ class StepContext:
     Attributes:
       step: int32[], steps of the optimizer before this one.
       key: PRNG key of this step, the same on all devices.
+      rate_ratio: float32[], the learning rate of the step before over that of this one; None = there is not one.
     """
 
     step: jax.Array
     key: jax.Array
+    rate_ratio: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -171,7 +174,7 @@ class ParamExchange(Protocol):
     def reduce_once(self, gradients: Arrays, state: States, context: "StepContext | None") -> tuple[Arrays, States]:
         """As `reduce`, of gradients that were added up over all parts of a step: once a step, outside of any scan.
 
-        Called in place of `reduce` under accumulate="local".
+        Called in place of `reduce` where the strategy says so (`reduces`).
 
         Args:
           gradients: {path: gradient of the whole parameter}, all layers of a scanned block along a first axis.
@@ -225,13 +228,13 @@ class ParamExchange(Protocol):
         """
         ...
 
-    def resized(self, path: str, state: "PyTree", devices: int) -> "PyTree":
-        """The state of a parameter on another number of devices.
+    def resized(self, path: str, state: "PyTree", sizes: Mapping[str, int]) -> "PyTree":
+        """The state of a parameter on other devices.
 
         Args:
-          path: Of the parameter.
+          path: Of the parameter, or whatever else the state is called.
           state: Pytree of NumPy arrays [devices before, ...].
-          devices: How many there are now.
+          sizes: Of the axes whose product is the number of devices now, the first the slowest to change.
 
         Returns:
           Pytree of arrays [devices, ...].
@@ -273,8 +276,9 @@ class Stateless:
             "give the exchange a `rescaled`."
         )
 
-    def resized(self, path: str, state: "PyTree", devices: int) -> "PyTree":
+    def resized(self, path: str, state: "PyTree", sizes: Mapping[str, int]) -> "PyTree":
         del state
+        devices = math.prod(sizes.values())
         raise UserError(
             f"{type(self).__name__}: the state of {path!r} has no rule for another number of devices, {devices}. Go on "
             "with as many as before."

@@ -172,6 +172,11 @@ class Strategy(Protocol):
     def accumulate(self) -> Accumulate: ...
 
     @property
+    def reduces(self) -> Literal["parts", "step"]:
+        """Whether gradients are reduced in the backward pass of each part, or once a step by `reduce_once`."""
+        ...
+
+    @property
     def param_dtype(self) -> jax.typing.DTypeLike | None: ...
 
     def axes(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -405,7 +410,7 @@ class GradientFunction:
         rows, remembered = ROWS, self._manual_specs(whole.exchange)
         held = {path: self._inside(self.variable_specs.get(path, P())) for path in whole.variables}
         input_specs = jax.tree.map(self._inside, self.input_specs, is_leaf=lambda x: isinstance(x, P))
-        once = self.strategy.accumulate == "local"
+        once = self.strategy.reduces == "step"
 
         def local(params: Arrays, own: _Part, scale: jax.Array, context: StepContext | None) -> LossAndGradients:
             state, keys = blocks.on_device(own.exchange), own.keys
@@ -470,7 +475,7 @@ class GradientFunction:
     ) -> LossAndGradients:
         """Of one part: gradients of the shards, or of whole parameters if they are not to be reduced yet."""
         sizes = {axis: jax.lax.axis_size(axis) for axis in self._over}
-        state, once = part.exchange, self.strategy.accumulate == "local"
+        state, once = part.exchange, self.strategy.reduces == "step"
 
         def sink(path: str) -> jax.Array:
             shape = list(params[path].shape)
@@ -628,6 +633,11 @@ def gradients(
                 f"{'+'.join(sorted(over)) or 'none'} of the data axes. Shard a dimension of it over each of those."
             )
     strategy.check_specs({path: _without(spec, apart.get(path, ())) for path, spec in specs.items()}, mesh, apart)
+    if parts > 1 and strategy.reduces == "step" and strategy.accumulate == "communicate":
+        raise UserError(
+            f"gradients: {type(strategy).__name__} compresses the sum of all parts, once a step, and its "
+            f"accumulate='communicate' says that each of {parts} parts travels. Set --set strategy.accumulate=local."
+        )
     if strategy.form == "explicit":
         _check_stages(mesh, specs, handled)
     elif handled:

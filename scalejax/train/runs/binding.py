@@ -91,7 +91,7 @@ def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None
     )
     _check_divides(program)
     _check_stages(program)
-    _check_copies(experiment)
+    _check_strategy(experiment)
     _check_evaluation(experiment, program.model.statistics)
     if program.model.statistics and experiment.gradients.microbatch is not None:
         warnings.warn(
@@ -330,8 +330,16 @@ def _check_divides(program: Program) -> None:
                 )
 
 
-def _check_copies(experiment: Experiment) -> None:
-    """Refuses master parameters on the host where every device holds a whole copy all the same."""
+def _check_strategy(experiment: Experiment) -> None:
+    """Refuses masters on the host beside whole copies on every device, and momentum twice."""
+    compression, optimizer = getattr(experiment.strategy, "compression", None), experiment.optimizer
+    inside = getattr(optimizer, "momentum", 0) or getattr(optimizer, "b1", 0)
+    if compression is not None and compression.momentum and inside and compression.double_momentum == "refuse":
+        raise UserError(
+            f"strategy.compression.momentum={compression.momentum} beside a {type(optimizer).__name__} with momentum "
+            f"{inside}: gradients would have momentum twice, which diverges. Set one of them to 0, or --set "
+            "strategy.compression.double_momentum=allow."
+        )
     if isinstance(experiment.strategy, Sdp4Bit) and "parameters" in experiment.placement.offload:
         raise UserError(
             f"strategy=Sdp4Bit keeps a whole copy of the parameters on every device, and placement.offload="

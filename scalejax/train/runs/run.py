@@ -142,7 +142,7 @@ class Run:
         if e.tables.id_maps:
             identity["id_maps"] = repr(e.tables.id_maps)
         if jax.tree.leaves(self.program.abstract_state().exchange):
-            identity["exchange"] = type(e.strategy).__name__
+            identity["exchange"] = e.strategy.remembers
         if self.phase.name:
             identity["phase"] = self.phase.name
         if self.phase.scores_from:

@@ -18,6 +18,7 @@ from scalejax.parallel.embedding.row_cache import Tiers
 from scalejax.parallel.embedding.sharded_tables import State
 from scalejax.parallel.embedding.stored import logical as stored
 from scalejax.parallel.embedding.stored.conversion import MAPS
+from scalejax.parallel.mesh import BATCH_AXES
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
 from scalejax.train.checkpoints.array_store import AnyArray, Index, LazyArray
@@ -253,15 +254,16 @@ def resized(program: Program, held: Mapping[str, tuple[int, ...]]) -> dict[str, 
         for name, leaf in own.items()
     }
     others = [name for name, leaf in own.items() if found[name].shape != leaf.shape]
-    if any(found[name].shape[1:] != own[name].shape[1:] for name in others):
+    if any(len(found[name].shape) != len(own[name].shape) for name in others):
         return {}  # of another model: restoring says so
     return found if others else {}
 
 
 def resize(program: Program, arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], tuple[str, ...]]:
     """What of the state of the exchange is that of another number of devices, for those of this mesh; and remarks."""
-    abstract = program.abstract_state().exchange
-    scheme = program.gradients(1).scheme(program.model.params)
+    abstract, taken = program.abstract_state().exchange, program.gradients(1)
+    scheme = taken.scheme(program.model.params)
+    sizes = {axis: program.mesh.shape[axis] for axis in (*BATCH_AXES, *taken.handled)}
     resized: dict[str, jax.Array] = {}
     remarks: tuple[str, ...] = ()
     for path, like in abstract.items():
@@ -271,7 +273,13 @@ def resize(program: Program, arrays: Mapping[str, jax.Array]) -> tuple[dict[str,
             continue
         before, devices = stored[0].shape[0], next(iter(own.values())).shape[0]
         state = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(x) for x in stored])
-        new = jax.tree.leaves(scheme.resized(path, state, devices))
+        new = jax.tree.leaves(scheme.resized(path, state, sizes))
+        for (name, leaf), x in zip(own.items(), new, strict=True):
+            if np.shape(x) != leaf.shape:
+                raise UserError(
+                    f"{type(scheme).__name__}: the state {name} of {before} devices became {list(np.shape(x))} on "
+                    f"{devices}, where {list(leaf.shape)} is wanted. Go on with as many devices as before."
+                )
         resized |= {name: jax.device_put(x, leaf.sharding) for (name, leaf), x in zip(own.items(), new, strict=True)}
         remarks = (
             f"What the exchange of gradients remembers was that of {before} devices; on {devices} it is kept as "

@@ -71,13 +71,15 @@ class OneBit(blocks.Stateless):
 class Movable(OneBit):
     """The same with a rule: residuals of devices that are gone go to those that are left; new ones begin with none."""
 
-    def resized(self, path, state, devices):
-        def folded(residual):
+    def resized(self, path, state, sizes):
+        devices = math.prod(sizes.values())
+
+        def moved(residual):
             new = np.zeros((devices, *residual.shape[1:]), residual.dtype)
             np.add.at(new, np.arange(len(residual)) % devices, residual)
             return new
 
-        return jax.tree.map(folded, state)
+        return jax.tree.map(moved, state)
 
     def rescaled(self, state, factor):
         return jax.tree.map(lambda residual: residual * factor.astype(residual.dtype), state)
@@ -114,8 +116,8 @@ class Changes(OneBit):
     def rescaled(self, state, factor):
         return state
 
-    def resized(self, path, state, devices):
-        return jax.tree.map(lambda x: np.repeat(np.asarray(x)[:1], devices, axis=0), state)
+    def resized(self, path, state, sizes):
+        return jax.tree.map(lambda x: np.repeat(np.asarray(x)[:1], math.prod(sizes.values()), axis=0), state)
 
 
 class Signs(Fsdp):

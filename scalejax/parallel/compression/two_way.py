@@ -1,0 +1,362 @@
+"""Sums of gradients that travel compressed both ways, with error feedback (BytePS-Compress, arXiv 2105.07829).
+
+A device owns a chunk of what is summed, as a parameter server would:
+
+    worker  q = g + e;  sends C(q), a chunk to each owner;  e = q - C(q)
+    owner   p = sum of what arrived + E;  sends C(p) to all;  E = p - C(p)
+
+so that what was added to parameters, and what is left in all e and E, is the uncompressed sum at every step. Links
+within a host are fast: gradients are summed there as they are, each device gets a part of the sum, and the parts alone
+are compressed between hosts, indices of the mesh axis `replica`.
+
+Gradients are laid end to end in buckets, in the order of their paths. What a device remembers belongs to places in a
+bucket and not to devices: on another number of devices the errors of workers are added up and given back in equal
+parts, and those of owners cut anew.
+
+In a training loop of one's own, inside a shard_map over `data`:
+
+    reduction = compress_gradients(Compression(compressor=OneBit()), axes=("data",))
+    state = reduction.init(params, hosts=8)                        # outside; [8, ...], sharded over `data`
+    gradients, state = reduction.update(gradients, state, key)     # inside; the mean over `data`
+
+Source: Zhong, Xie, Zheng, Lin, "Compressed Communication for Distributed Training: Adaptive Methods and System", 2021.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.parallel.compression.compressors import (
+    Blocks,
+    Compressor,
+    Fp16,
+    Identity,
+    LinearDithering,
+    NaturalDithering,
+    OneBit,
+    RandomKEntries,
+    TopKEntries,
+)
+from scalejax.parallel.gradients.blocks import Arrays, StepContext
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+KnownCompressor = Identity | Fp16 | OneBit | TopKEntries | RandomKEntries | LinearDithering | NaturalDithering | Blocks
+SLOW_AXIS = "replica"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compression:
+    """How sums of gradients travel.
+
+    Attributes:
+      compressor: Of what workers send; a user's own is anything with the methods of `Compressor`.
+      owner: Of what owners send back; None = the same.
+      error_feedback: "vanilla" adds what was left out to the next gradient; "corrected" times the last learning rate
+        over this one, so that it is kept in units of the update; "none" forgets it. For compressors that are right on
+        average "none" is enough. (The third kind of the released code, "sparse", is "vanilla" for `RandomKEntries`:
+        an owner has errors at the places that travel alone, and there none.)
+      momentum: Nesterov momentum on each worker before it compresses: m = momentum m + g, and g + momentum m is sent.
+      double_momentum: Whether an optimizer may have momentum too.
+      plain_below: Gradients of fewer bytes are summed as they are.
+      bucket_bytes: Most bytes of float32 that are compressed together.
+    """
+
+    compressor: KnownCompressor = OneBit()
+    owner: KnownCompressor | None = None
+    error_feedback: Literal["vanilla", "corrected", "none"] = "vanilla"
+    momentum: float = 0.0
+    double_momentum: Literal["refuse", "allow"] = "refuse"
+    plain_below: int = 65_536
+    bucket_bytes: int = 4_096_000
+
+    def __post_init__(self) -> None:
+        check_one_of("Compression: error_feedback", self.error_feedback, ("vanilla", "corrected", "none"))
+        check_one_of("Compression: double_momentum", self.double_momentum, ("refuse", "allow"))
+        check_at_least("Compression: plain_below", self.plain_below, 0)
+        check_at_least("Compression: bucket_bytes", self.bucket_bytes, 1)
+        if not 0 <= self.momentum < 1:
+            raise UserError(f"Compression: momentum must be in [0, 1); got {self.momentum}.")
+
+    @property
+    def of_owners(self) -> Compressor:
+        """The compressor of what owners send back."""
+        return self.compressor if self.owner is None else self.owner
+
+
+class Chunks(NamedTuple):
+    """How a bucket is cut: device (s, f), number f of host s, owns chunk s of part f.
+
+    Attributes:
+      hosts: Between which chunks travel compressed.
+      local: Devices of a host.
+      size: Values of a chunk; the last ones are filled up with zeros.
+    """
+
+    hosts: int
+    local: int
+    size: int
+
+    @classmethod
+    def of(cls, values: int, hosts: int, local: int) -> "Chunks":
+        return cls(hosts, local, math.ceil(values / (hosts * local)))
+
+    @property
+    def values(self) -> int:
+        """With the filling."""
+        return self.hosts * self.local * self.size
+
+
+State = dict[str, jax.Array]
+"""Of a device and a bucket: "worker" and "momentum" float32[hosts, size], "owner" float32[size], and "values" int32[],
+how many the bucket has without filling: other devices cut it otherwise."""
+
+
+def initial(compression: Compression, values: int, hosts: int, local: int) -> State:
+    """What a device remembers of a bucket before the first step."""
+    state: State = {}
+    chunks = Chunks.of(values, hosts, local)
+    if compression.error_feedback != "none":
+        state |= {"worker": jnp.zeros((chunks.hosts, chunks.size)), "owner": jnp.zeros(chunks.size)}
+    if compression.momentum:
+        state["momentum"] = jnp.zeros((chunks.hosts, chunks.size))
+    state = {name: x.astype(jnp.float32) for name, x in state.items()}
+    return state and {**state, "values": jnp.int32(values)}
+
+
+def reduced(
+    compression: Compression,
+    gradient: jax.Array,
+    state: State,
+    *,
+    slow: tuple[str, ...],
+    fast: tuple[str, ...],
+    context: StepContext | None,
+    number: int = 0,
+) -> tuple[jax.Array, State]:
+    """The sum of a bucket over devices, and what this one remembers; inside a shard_map over both kinds of axes.
+
+    Where a gradient of any device is not finite the sum is NaN on all, and what they remember stays.
+
+    Args:
+      compression: How.
+      gradient: float32[n] of this device.
+      state: As `initial` made it.
+      slow: Axes over which chunks travel compressed.
+      fast: Axes over which gradients are summed as they are, before.
+      context: Of the step; None where nothing is drawn and errors are not corrected.
+      number: Of the bucket.
+    """
+    n, hosts, local = gradient.shape[0], _size(slow), _size(fast)
+    chunks = Chunks.of(n, hosts, local)
+    for compressor in (compression.compressor, compression.of_owners):
+        compressor.check(chunks.size)
+    part = jnp.pad(gradient, (0, chunks.values - n)).reshape(local, hosts * chunks.size)
+    part = jax.lax.psum_scatter(part, fast, scatter_dimension=0) if fast else part[0]
+    rows, new = part.reshape(hosts, chunks.size), dict(state)
+    finite = jax.lax.pmin(jnp.isfinite(rows).all().astype(jnp.int32), (*slow, *fast)) > 0
+    if compression.momentum:
+        new["momentum"] = compression.momentum * state["momentum"] + rows
+        rows = rows + compression.momentum * new["momentum"]
+    factor = _correction(compression, context)
+    keys = _keys(compression, context, number, (*slow, *fast))
+    if "worker" in state:
+        rows = rows + factor * state["worker"]
+    payload = compression.compressor.encode(rows, keys[0])
+    if "worker" in state:
+        new["worker"] = rows - compression.compressor.decode(payload, chunks.size, keys[0])
+    arrived = jax.tree.map(lambda x: jax.lax.all_to_all(x, slow, 0, 0, tiled=True), payload)
+    # One after the other: the order is that of devices, and one decoded row exists at a time.
+    total, _ = jax.lax.scan(
+        lambda total, row: (total + _decode_row(compression.compressor, row, chunks.size, keys[0]), None),
+        _decode_row(compression.compressor, jax.tree.map(lambda x: x[0], arrived), chunks.size, keys[0]),
+        jax.tree.map(lambda x: x[1:], arrived),
+    )
+    if "owner" in state:
+        total = total + factor * state["owner"]
+    payload = compression.of_owners.encode(total[None], keys[1])
+    if "owner" in state:
+        new["owner"] = total - compression.of_owners.decode(payload, chunks.size, keys[1])[0]
+    gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, slow, axis=0, tiled=True), payload)
+    whole = compression.of_owners.decode(gathered, chunks.size, keys[1]).ravel()
+    whole = jax.lax.all_gather(whole, fast, axis=0, tiled=True) if fast else whole
+    new = {name: jnp.where(finite, x, state[name]) for name, x in new.items()}
+    return jnp.where(finite, whole[:n], jnp.nan), new
+
+
+def resized(state: Mapping[str, np.ndarray], hosts: int, local: int) -> dict[str, np.ndarray]:
+    """What devices remember of a bucket, on another number of them: the sum of the errors of workers is kept.
+
+    Args:
+      state: {name: [devices before, ...]} of `State`.
+      hosts, local: Of the devices now.
+
+    Returns:
+      {name: [hosts * local, ...]}.
+    """
+    chunks, found = Chunks.of(int(state["values"][0]), hosts, local), {}
+    for name, x in state.items():
+        if name == "values":
+            found[name] = np.repeat(x[:1], hosts * local)
+            continue
+        if name == "owner":
+            # Device (s, f) has chunk s of part f; parts lie behind each other.
+            per_host = state["worker"].shape[1]
+            flat = x.reshape(per_host, -1, x.shape[-1]).swapaxes(0, 1).ravel()
+        else:
+            before = x.shape[1]
+            flat = x.reshape(before, -1, before * x.shape[-1]).sum(axis=0).ravel()  # over hosts; parts in a row
+        flat = np.pad(flat, (0, max(0, chunks.values - flat.size)))[: chunks.values].astype(x.dtype)
+        parts = flat.reshape(local, hosts, chunks.size)
+        if name == "owner":
+            found[name] = parts.swapaxes(0, 1).reshape(hosts * local, chunks.size)
+        else:
+            found[name] = np.tile(parts[None] / hosts, (hosts, 1, 1, 1)).reshape(hosts * local, hosts, chunks.size)
+    return {name: x.astype(state[name].dtype) for name, x in found.items()}
+
+
+def compressed_bytes(compression: Compression, values: int, hosts: int, local: int) -> tuple[int, int]:
+    """Bytes that a device sends of a bucket over slow links, to owners and back to workers."""
+    chunks = Chunks.of(values, hosts, local)
+    there = (hosts - 1) * compression.compressor.payload_bytes(chunks.size)
+    return there, (hosts - 1) * compression.of_owners.payload_bytes(chunks.size)
+
+
+def _decode_row(compressor: Compressor, row: Mapping[str, jax.Array], n: int, key: jax.Array | None) -> jax.Array:
+    return compressor.decode({name: x[None] for name, x in row.items()}, n, key)[0]
+
+
+def _correction(compression: Compression, context: StepContext | None) -> jax.Array | float:
+    if compression.error_feedback != "corrected":
+        return 1.0
+    if context is None or context.rate_ratio is None:
+        raise UserError(
+            "Compression: error_feedback='corrected' goes by the learning rates of this step and the last, and there "
+            "are none: the caller gave none, or the optimizer has several. Use error_feedback='vanilla'."
+        )
+    return context.rate_ratio
+
+
+def _keys(
+    compression: Compression, context: StepContext | None, number: int, axes: tuple[str, ...]
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """uint32[2] of what workers and what owners send. Shared keys are the same for both: owners add up those places."""
+    kinds = [compressor.keys for compressor in (compression.compressor, compression.of_owners)]
+    if kinds == ["none", "none"]:
+        return None, None
+    if context is None:
+        raise UserError(
+            f"Compression: {compression.compressor.name} draws and needs a key. Pass context=StepContext(step, key) to "
+            "the gradients, or a key to `update`."
+        )
+    key = jax.random.fold_in(context.key, number)
+    found: list[jax.Array | None] = []
+    for way, kind in enumerate(kinds):
+        own = (
+            key if kind == "shared" else jax.random.fold_in(jax.random.fold_in(key, 1 + way), jax.lax.axis_index(axes))
+        )
+        found.append(None if kind == "none" else jax.random.bits(own, (2,), jnp.uint32))
+    return found[0], found[1]
+
+
+def _size(axes: tuple[str, ...]) -> int:
+    return math.prod(jax.lax.axis_size(axis) for axis in axes)
+
+
+def flat(arrays: Arrays) -> jax.Array:
+    """float32[n] of arrays, end to end.
+
+    Raises:
+      UserError: one is of 64 bits.
+    """
+    for path, x in arrays.items():
+        if x.dtype == jnp.float64:
+            raise UserError(
+                f"Compression: compressors take float32, and the gradient of {path!r} is float64. Keep master "
+                "parameters in float32."
+            )
+    return jnp.concatenate([x.astype(jnp.float32).ravel() for x in arrays.values()])
+
+
+def apart(x: jax.Array, like: Arrays) -> Arrays:
+    """The inverse of `flat`."""
+    parts = jnp.split(x, np.cumsum([a.size for a in like.values()])[:-1].tolist())
+    return {path: part.reshape(like[path].shape) for path, part in zip(like, parts, strict=True)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientReduction:
+    """See `compress_gradients`.
+
+    Attributes:
+      compression: How gradients travel.
+      slow, fast: Axes of the shard_map over which they are compressed, and summed as they are.
+    """
+
+    compression: Compression
+    slow: tuple[str, ...]
+    fast: tuple[str, ...]
+
+    def init(self, params: "PyTree", *, hosts: int, local: int = 1) -> "PyTree":
+        """What is remembered before the first step: [devices, ...], to be sharded over all axes, slow ones first.
+
+        Args:
+          params: Pytree of arrays or shapes, as the gradients.
+          hosts: Devices along the slow axes.
+          local: Devices along the fast axes.
+        """
+        values = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+        state = initial(self.compression, values, hosts, local)
+        return {name: jnp.tile(x[None], (hosts * local, *(1 for _ in x.shape))) for name, x in state.items()}
+
+    def update(
+        self,
+        gradients: "PyTree",
+        state: "PyTree",
+        key: jax.Array | None = None,
+        rate_ratio: jax.typing.ArrayLike | None = None,
+    ) -> tuple["PyTree", "PyTree"]:
+        """The mean of gradients over all devices, and what is remembered; inside the shard_map.
+
+        Args:
+          gradients: Pytree of arrays of this device.
+          state: What `init` made, as the shard_map gives it: [1, ...].
+          key: PRNG key, the same on all devices and another one in every step; None where nothing is drawn.
+          rate_ratio: The last learning rate over this one, for error_feedback="corrected".
+        """
+        leaves, treedef = jax.tree.flatten(gradients)
+        named = {str(i): x for i, x in enumerate(leaves)}
+        context = None
+        if key is not None or rate_ratio is not None:
+            ratio = None if rate_ratio is None else jnp.asarray(rate_ratio, jnp.float32)
+            context = StepContext(jnp.int32(0), jax.random.key(0) if key is None else key, ratio)
+        total, state = reduced(
+            self.compression,
+            flat(named) / (_size(self.slow) * _size(self.fast)),
+            {name: x[0] for name, x in state.items()},
+            slow=self.slow,
+            fast=self.fast,
+            context=context,
+        )
+        mean = [x.astype(like.dtype) for x, like in zip(apart(total, named).values(), leaves, strict=True)]
+        return jax.tree.unflatten(treedef, mean), {name: x[None] for name, x in state.items()}
+
+
+def compress_gradients(
+    compression: Compression, *, axes: tuple[str, ...], fast: tuple[str, ...] = ()
+) -> GradientReduction:
+    """A compressed mean of gradients for a shard_map of one's own.
+
+    Args:
+      compression: How; `plain_below` and `bucket_bytes` are not looked at: all gradients are one bucket.
+      axes: Over which gradients are compressed.
+      fast: Over which they are summed as they are, before.
+    """
+    return GradientReduction(compression=compression, slow=axes, fast=fast)
