@@ -1,0 +1,261 @@
+"""Sums of gradients that travel compressed both ways: nothing is lost, error feedback matters, other devices go on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from scalejax.parallel.compression.compressors import Identity, LinearDithering, OneBit, RandomKEntries, TopKEntries
+
+from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.compression import two_way
+from scalejax.parallel.compression.two_way import Compression, compress_gradients
+from scalejax.parallel.gradients.blocks import StepContext
+from scalejax.parallel.mesh import MeshShape
+from scalejax.plan import explain_sharding
+
+N = 1000
+FLAT = (("replica",), (), MeshShape(replica=8))
+HOSTS = (("replica",), ("fsdp",), MeshShape(replica=2, fsdp=4))
+BOTH = pytest.mark.parametrize("where", [FLAT, HOSTS], ids=["8", "2x4"])
+BIASED = pytest.mark.parametrize("compressor", [OneBit(), TopKEntries(k=0.05)], ids=["onebit", "topk"])
+
+
+def gradients(seed, n=N):
+    return np.random.default_rng(seed).standard_t(3, (8, n)).astype(np.float32)
+
+
+class Devices:
+    """The reduction on eight devices, step by step."""
+
+    def __init__(self, compression, where=FLAT, n=N):
+        self.slow, self.fast, shape = where
+        self.mesh, axes = meshes.make_mesh(shape), (*self.slow, *self.fast)
+        hosts = self.mesh.shape[self.slow[0]]
+        one = two_way.initial(compression, n, hosts, 8 // hosts)
+        self.state = {name: jnp.tile(x[None], (8, *(1 for _ in x.shape))) for name, x in one.items()}
+        self.number = 0
+
+        @functools.partial(
+            jax.shard_map, mesh=self.mesh, in_specs=(P(axes), P(axes), P()), out_specs=P(axes), check_vma=False
+        )
+        def local(g, state, context):
+            found, new = two_way.reduced(
+                compression, g[0], {k: x[0] for k, x in state.items()}, slow=self.slow, fast=self.fast, context=context
+            )
+            return found[None], {k: x[None] for k, x in new.items()}
+
+        self.run = jax.jit(local)
+
+    def reduce(self, given, ratio=1.0):
+        """[8, n]: what every device gets."""
+        context = StepContext(jnp.int32(self.number), jax.random.key(self.number), jnp.float32(ratio))
+        found, self.state = self.run(given, self.state, context)
+        self.number += 1
+        return np.asarray(found)
+
+    def remembered(self):
+        """[n]: the sum of all errors, of workers and owners, where they belong."""
+        hosts = self.mesh.shape[self.slow[0]]
+        worker, owner = (np.asarray(self.state[name], np.float64) for name in ("worker", "owner"))
+        workers = worker.reshape(hosts, 8 // hosts, -1).sum(0).ravel()
+        owners = owner.reshape(hosts, 8 // hosts, -1).swapaxes(0, 1).ravel()
+        return (workers + owners)[: int(self.state["values"][0])]
+
+
+def in_order(given, where):
+    """The sum over devices, chunk by chunk in their order, within hosts first."""
+    if where is FLAT:
+        return functools.reduce(np.add, given)
+    hosts = given.reshape(2, 4, -1)
+    return functools.reduce(np.add, hosts.swapaxes(0, 1))[0] + functools.reduce(np.add, hosts.swapaxes(0, 1))[1]
+
+
+@BOTH
+def test_the_identity_is_the_uncompressed_sum_to_the_bit(where):
+    devices = Devices(Compression(compressor=Identity()), where)
+    for seed in range(3):
+        given = gradients(seed)
+        found = devices.reduce(given)
+        np.testing.assert_array_equal(found.view(np.uint32), np.tile(in_order(given, where), (8, 1)).view(np.uint32))
+    assert np.all(devices.remembered() == 0)
+
+
+@BOTH
+@BIASED
+def test_what_was_applied_and_what_is_remembered_is_the_uncompressed_sum(compressor, where):
+    devices = Devices(Compression(compressor=compressor), where)
+    applied, exact = np.zeros(N), np.zeros(N)
+    for seed in range(12):
+        given = gradients(seed)
+        found = devices.reduce(given)
+        assert all((row == found[0]).all() for row in found)
+        applied, exact = applied + found[0], exact + given.astype(np.float64).sum(0)
+        np.testing.assert_allclose(applied + devices.remembered(), exact, atol=2e-4)
+    assert np.abs(devices.remembered()).max() > 1
+
+
+def test_corrected_errors_keep_that_in_units_of_the_update_when_the_learning_rate_changes():
+    rates, n = [0.1, 0.1, 0.4, 0.4, 0.05, 0.2], 200
+    for kind in ("corrected", "vanilla"):
+        devices, applied, exact = Devices(Compression(error_feedback=kind), n=n), np.zeros(n), np.zeros(n)
+        for step, rate in enumerate(rates):
+            given = gradients(step, n)
+            applied += rate * devices.reduce(given, rates[max(step - 1, 0)] / rate)[0]
+            exact += rate * given.astype(np.float64).sum(0)
+        missed = np.abs(applied + rates[-1] * devices.remembered() - exact).max()
+        assert (missed < 1e-4) == (kind == "corrected"), missed
+
+
+def test_without_feedback_nothing_is_remembered():
+    devices = Devices(Compression(error_feedback="none"))
+    assert devices.state == {}
+    devices.reduce(gradients(0))
+    assert devices.state == {}
+
+
+def test_one_way_is_what_numpy_says_where_owners_send_all_of_it():
+    devices = Devices(Compression(compressor=OneBit(), owner=Identity()))
+    error, size = np.zeros((8, N)), N // 8
+    for seed in range(4):
+        given = gradients(seed)
+        wanted = given + error
+        chunks = wanted.reshape(8, 8, size)
+        sent = (np.where(chunks < 0, -1, 1) * np.abs(chunks).mean(-1, keepdims=True)).reshape(8, N)
+        error = wanted - sent
+        np.testing.assert_allclose(devices.reduce(given)[0], sent.sum(0), atol=1e-4)
+
+
+def test_momentum_is_added_before_compression():
+    devices = Devices(Compression(compressor=Identity(), momentum=0.9))
+    moment = np.zeros((8, N))
+    for seed in range(4):
+        given = gradients(seed)
+        moment = 0.9 * moment + given
+        np.testing.assert_allclose(devices.reduce(given)[0], (given + 0.9 * moment).sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_random_places_travel_on_as_they_are_and_owners_have_no_errors():
+    """So that correcting owners at the chosen places alone, the third kind of the released code, is the same."""
+    devices = Devices(Compression(compressor=RandomKEntries(k=0.1, scale="none")))
+    for seed in range(3):
+        devices.reduce(gradients(seed))
+    assert np.all(np.asarray(devices.state["owner"]) == 0)
+    assert np.abs(np.asarray(devices.state["worker"])).max() > 0
+
+
+def test_what_is_right_on_average_needs_no_memory():
+    compression = Compression(compressor=LinearDithering(levels=16), error_feedback="none")
+    given, devices = gradients(0), Devices(compression)
+    mean = np.mean([devices.reduce(given)[0] for _ in range(200)], axis=0)
+    one = np.linalg.norm(devices.reduce(given)[0] - given.sum(0))
+    assert np.linalg.norm(mean - given.sum(0)) < 0.12 * one
+
+
+@BOTH
+def test_gradients_that_are_not_finite_leave_what_is_remembered(where):
+    devices = Devices(Compression(), where)
+    devices.reduce(gradients(0))
+    before = jax.tree.map(np.asarray, devices.state)
+    spoilt = gradients(1)
+    spoilt[3, 17] = np.inf
+    assert np.isnan(devices.reduce(spoilt)).all()
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, devices.state), before)
+    assert np.isfinite(devices.reduce(gradients(2))).all()
+
+
+@pytest.mark.parametrize(("hosts", "local"), [(8, 1), (4, 1), (1, 1), (4, 2), (3, 2)])
+def test_other_devices_remember_the_same(hosts, local):
+    devices = Devices(Compression(compressor=TopKEntries(k=0.05), momentum=0.5), HOSTS, n=999)
+    for seed in range(3):
+        devices.reduce(gradients(seed, 999))
+    state = {name: np.asarray(x) for name, x in devices.state.items()}
+    there = two_way.resized(state, hosts, local)
+    like = two_way.initial(Compression(compressor=TopKEntries(k=0.05), momentum=0.5), 999, hosts, local)
+    assert {k: x.shape for k, x in there.items()} == {k: (hosts * local, *x.shape) for k, x in like.items()}
+    total = there["worker"].reshape(hosts, local, -1).sum(0).ravel()
+    total = total + there["owner"].reshape(hosts, local, -1).swapaxes(0, 1).ravel()
+    np.testing.assert_allclose(total[:999], devices.remembered(), atol=1e-5)
+    assert np.all(total[999:] == 0) or (hosts, local) == (2, 4)
+    back = two_way.resized(there, 2, 4)
+    np.testing.assert_allclose(back["owner"], state["owner"], atol=0)
+
+
+def quadratic(compression, steps, rate, seed=0):
+    """Squared distance from the best point of eight quadratics with optima far apart; the rate falls half-way."""
+    rng = np.random.default_rng(seed)
+    optima = jnp.asarray(rng.normal(size=(8, 200)) * 5 + rng.normal(size=200), jnp.float32)
+    devices, x = Devices(compression, n=200), jnp.zeros(200)
+    for step in range(steps):
+        rate_now = rate if step < steps // 2 else rate / 10
+        x = x - rate_now * jnp.asarray(devices.reduce(np.asarray(x[None] - optima) / 8)[0])
+    return float(((x - optima.mean(0)) ** 2).sum())
+
+
+@BIASED
+def test_error_feedback_is_what_lets_a_biased_compressor_converge(compressor):
+    with_it = quadratic(Compression(compressor=compressor), 400, 0.05)
+    without = quadratic(Compression(compressor=compressor, error_feedback="none"), 400, 0.05)
+    longer = quadratic(Compression(compressor=compressor, error_feedback="none"), 800, 0.05)
+    assert with_it < 0.1 * without
+    assert longer > 0.5 * without  # more steps do not help
+
+
+def test_bytes_are_those_of_the_payload():
+    compressor = OneBit()
+    devices = Devices(Compression(compressor=compressor), HOSTS, n=8000)
+    context = StepContext(jnp.int32(0), jax.random.key(0))
+    compiled = devices.run.lower(jnp.zeros((8, 8000)), devices.state, context).compile()
+    sizes: dict = {}
+    for c in explain_sharding(compiled, devices.mesh):
+        if c.bytes > 8:
+            sizes[c.kind, c.axes] = sizes.get((c.kind, c.axes), 0) + c.bytes
+    payload = compressor.payload_bytes(1000)
+    assert payload == 125 + 4
+    assert sizes["all-to-all", ("replica",)] == 2 * payload
+    assert sizes["all-gather", ("replica",)] == 2 * payload
+    assert two_way.compressed_bytes(Compression(), 8000, 2, 4) == (payload, payload)
+
+
+def test_in_a_training_loop_of_ones_own():
+    mesh = jax.make_mesh((8,), ("data",))
+    reduction = compress_gradients(Compression(compressor=TopKEntries(k=0.1)), axes=("data",))
+    rng = np.random.default_rng(0)
+    x, true = rng.normal(size=(64, 20)).astype(np.float32), rng.normal(size=20).astype(np.float32)
+    params, y = {"w": jnp.zeros(20)}, x @ true
+    state = jax.device_put(reduction.init(params, hosts=8), NamedSharding(mesh, P("data")))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P("data"), P("data")),
+        out_specs=(P(), P("data")),
+        check_vma=False,
+    )
+    def step(params, state, x, y):
+        gradients = jax.grad(lambda p: ((x @ p["w"] - y) ** 2).mean())(params)
+        gradients, state = reduction.update(gradients, state)
+        return jax.tree.map(lambda p, g: p - 0.03 * g, params, gradients), state
+
+    for _ in range(600):
+        params, state = step(params, state, x, y)
+    np.testing.assert_allclose(params["w"], true, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: Compression(error_feedback="sparse"), "error_feedback must be one of vanilla, corrected, none"),
+        (lambda: Compression(momentum=1.0), r"momentum must be in \[0, 1\); got 1.0"),
+        (lambda: Devices(Compression(compressor=TopKEntries(k=500))).reduce(gradients(0)), "500"),
+        (lambda: two_way.flat({"w": np.zeros(3)}), "'w' is float64"),
+    ],
+)
+def test_what_does_not_go_is_refused(run, message):
+    with pytest.raises(UserError, match=message):
+        run()
