@@ -248,13 +248,13 @@ def _keys(
     compression: Compression, context: StepContext | None, number: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """uint32[2] of what workers and what owners send. Shared keys are the same for both: owners add up those places."""
-    kinds = [compressor.keys for compressor in (compression.compressor, compression.of_owners)]
+    kinds = [compressor.traits.keys for compressor in (compression.compressor, compression.of_owners)]
     if kinds == ["none", "none"]:
         return None, None
     if context is None:
         raise UserError(
-            f"Compression: {compression.compressor.name} draws and needs a key. Pass context=StepContext(step, key) to "
-            "the gradients, or a key to `update`."
+            f"Compression: {compression.compressor.traits.name} draws and needs a key. Pass context=StepContext(step, "
+            "key) to the gradients, or a key to `update`."
         )
     key = jax.random.fold_in(context.key, number)
     found: list[jax.Array | None] = []

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from scalejax.parallel.compression.compressors import Identity, LinearDithering, OneBit, RandomKEntries, TopKEntries
 
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.compression import two_way
+from scalejax.parallel.compression.compressors import Identity, LinearDithering, OneBit, RandomKEntries, TopKEntries
 from scalejax.parallel.compression.two_way import Compression, compress_gradients
 from scalejax.parallel.gradients.blocks import StepContext
 from scalejax.parallel.mesh import MeshShape
@@ -212,7 +212,7 @@ def test_bytes_are_those_of_the_payload():
     compiled = devices.run.lower(jnp.zeros((8, 8000)), devices.state, context).compile()
     sizes: dict = {}
     for c in explain_sharding(compiled, devices.mesh):
-        if c.bytes > 8:
+        if c.bytes > 4:  # not whether all is finite
             sizes[c.kind, c.axes] = sizes.get((c.kind, c.axes), 0) + c.bytes
     payload = compressor.payload_bytes(1000)
     assert payload == 125 + 4
@@ -226,8 +226,8 @@ def test_in_a_training_loop_of_ones_own():
     reduction = compress_gradients(Compression(compressor=TopKEntries(k=0.1)), axes=("data",))
     rng = np.random.default_rng(0)
     x, true = rng.normal(size=(64, 20)).astype(np.float32), rng.normal(size=20).astype(np.float32)
-    params, y = {"w": jnp.zeros(20)}, x @ true
-    state = jax.device_put(reduction.init(params, hosts=8), NamedSharding(mesh, P("data")))
+    params = {"w": jnp.zeros(20)}
+    x, y, state = jax.device_put((x, x @ true, reduction.init(params, hosts=8)), NamedSharding(mesh, P("data")))
 
     @jax.jit
     @functools.partial(
