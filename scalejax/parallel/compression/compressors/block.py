@@ -21,7 +21,7 @@ class Blocks:
       scale_rule: Of formats whose scales are powers of two; None = "floor".
     """
 
-    format: str
+    format: str = "int4:128"
     rounding: Rounding = "stochastic"
     scale_rule: ScaleRule | None = None
 

@@ -24,7 +24,7 @@ class LinearDithering:
       scale: The value of level s: the largest magnitude ("max") or the Euclidean length ("l2") of the row.
     """
 
-    levels: int
+    levels: int = 7
     scale: Literal["max", "l2"] = "max"
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class NaturalDithering:
       scale: The value of the last level: the largest magnitude ("max") or the Euclidean length ("l2") of the row.
     """
 
-    levels: int
+    levels: int = 7
     scale: Literal["max", "l2"] = "max"
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class TopKEntries:
       values: What they travel as. Of float16 one that it has not makes the row NaN.
     """
 
-    k: int | float
+    k: int | float = 0.001
     values: Values = "float32"
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class RandomKEntries:
         E ||C(x) - x||^2 = (1 - k/n) ||x||^2, for use with it, and where sums at the same places travel on.
     """
 
-    k: int | float
+    k: int | float = 1 / 32
     values: Values = "float32"
     scale: Literal["n/k", "none"] = "n/k"
 

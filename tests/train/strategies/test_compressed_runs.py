@@ -1,0 +1,133 @@
+"""Whole runs whose gradients travel compressed: killed and resumed, on other devices, beside plain ones; CLAN."""
+
+import functools
+
+import jax
+import killed_run
+import numpy as np
+import pytest
+import small_language_run
+from changes import changed
+
+from scalejax import optim
+from scalejax.errors import UserError
+from scalejax.parallel.compression.compressors import Identity, OneBit, TopKEntries
+from scalejax.parallel.compression.two_way import Compression
+from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import loop
+from scalejax.train.checkpoints.checkpoint import Checkpointer
+from scalejax.train.runs.run import Run
+
+HOSTS = MeshShape(replica=4)
+LANS = optim.Lans(learning_rate=optim.Constant(value=1e-2))
+
+
+def ddp(compressor, **fields):
+    settings = {"plain_below": 512, "bucket_bytes": 8192, **fields}
+    return Ddp(compression=Compression(compressor=compressor, **settings))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return small_language_run.write(tmp_path_factory.mktemp("texts") / "documents")
+
+
+def experiment_of(texts, strategy, **changes):
+    settings = {"strategy": strategy, "placement__mesh": HOSTS, "steps": 8, "optimizer": LANS, **changes}
+    return small_language_run.experiment(texts, **settings)
+
+
+def bound(experiment, devices=8):
+    mesh = make_mesh(experiment.placement.mesh, jax.devices()[:devices])
+    return Run.bind(experiment, experiment.data.build(), mesh)
+
+
+def restored(experiment, folder, devices=8):
+    """The whole stored state of the newest checkpoint, on so many devices."""
+    run = bound(experiment, devices)
+    with Checkpointer(folder / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
+        stored = run.to_stored(run.restore(checkpoints, None)[0])
+    stored["key"] = jax.random.key_data(stored["key"])
+    return jax.tree.map(np.asarray, stored)
+
+
+@pytest.fixture(scope="module")
+def whole(texts, tmp_path_factory):
+    """A run that nothing stopped, by its strategy: (folder, what it said)."""
+
+    @functools.cache
+    def run(strategy):
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        return folder, loop.train(experiment_of(texts, strategy), workdir=folder)
+
+    return run
+
+
+def remembered(state, hosts):
+    """{bucket: the sum of all errors}, as long as the bucket."""
+    found = {}
+    for name, own in state["exchange"].items():
+        worker, owner = own["worker"], own["owner"]
+        workers = worker.reshape(hosts, len(worker) // hosts, -1).sum(0).ravel()
+        owners = owner.reshape(hosts, len(owner) // hosts, -1).swapaxes(0, 1).ravel()
+        found[name] = (workers + owners)[: own["values"][0]]
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bits(texts, whole, tmp_path):
+    strategy = ddp(TopKEntries(k=0.05))
+    killed_run.train(experiment_of(texts, strategy), tmp_path, at=7)
+    states = [restored(experiment_of(texts, strategy), folder) for folder in (whole(strategy)[0], tmp_path)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    exchange = states[0]["exchange"]
+    assert len(exchange) > 1
+    assert all(np.abs(own["worker"]).max() > 0 and np.abs(own["owner"]).max() > 0 for own in exchange.values())
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_other_devices_with_the_same_sum_of_errors(texts, whole):
+    strategy = ddp(TopKEntries(k=0.05))
+    folder = whole(strategy)[0]
+    here = remembered(restored(experiment_of(texts, strategy), folder), 4)
+    for mesh, devices, hosts in ((MeshShape(replica=2), 8, 2), (MeshShape(replica=4), 4, 4)):
+        there = restored(experiment_of(texts, strategy, placement__mesh=mesh), folder, devices)
+        for name, total in remembered(there, hosts).items():
+            np.testing.assert_allclose(total, here[name], atol=1e-6)
+            assert np.abs(total).max() > 0
+
+
+@pytest.mark.slow
+def test_another_compressor_does_not_go_on(texts, whole):
+    folder = whole(ddp(TopKEntries(k=0.05)))[0]
+    with pytest.raises(UserError, match="exchange"):
+        restored(experiment_of(texts, ddp(OneBit())), folder)
+
+
+def test_clan_with_the_identity_is_lans(texts, tmp_path):
+    """Three steps: the same losses and parameters, where gradients are added up in the order of devices both times."""
+    plain, clan = (
+        loop.train(experiment_of(texts, strategy, steps=3), workdir=tmp_path / name)
+        for name, strategy in (("plain", Ddp(accumulate="local")), ("clan", ddp(Identity())))
+    )
+    assert clan["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_compressed_runs_learn(texts, tmp_path):
+    adam = optim.AdamW(learning_rate=optim.Constant(value=1e-2))
+    for compressor in (OneBit(), TopKEntries(k=0.05)):
+        experiment = experiment_of(texts, ddp(compressor), optimizer=adam)
+        said = loop.train(experiment, workdir=tmp_path / type(compressor).__name__)
+        assert said["val_loss"] < 5  # at first that of 256 equal chances: 5.5
+
+
+def test_parts_are_added_up_first_and_momentum_counts_once(texts):
+    with pytest.raises(UserError, match="accumulate=local"):
+        _ = bound(experiment_of(texts, ddp(OneBit()))).program.gradients(2)
+    _ = bound(changed(experiment_of(texts, ddp(OneBit())), strategy__accumulate="local")).program.gradients(2)
+    with pytest.raises(UserError, match=r"momentum 0.9: gradients would have momentum twice"):
+        bound(experiment_of(texts, ddp(OneBit(), momentum=0.9)))
+    bound(experiment_of(texts, ddp(OneBit(), momentum=0.9, double_momentum="allow")))
+    bound(experiment_of(texts, ddp(OneBit(), momentum=0.9), optimizer=optim.Sgd()))
