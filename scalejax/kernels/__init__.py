@@ -3,6 +3,7 @@
     block_quant       rows of embedding tables in 8, 4 or 2 bits or with codebooks, and lookups in them
     embedding_bag     rows of a table looked up and pooled, their gradients by row, updates of the touched rows
     flash_attention   attention that never holds all scores, forward and backward
+    group_quantize    groups of values as integers under a scale, and a Hadamard transform before (SDP4Bit)
     grouped_matmul    rows sorted by group, each times the matrix of its group, or through its gated MLP (experts)
     mx                arrays in packed blocks (MX, NVFP4 and their family): there, back and multiplied
     paged_attention   one new token a row attends to keys and values in pages
@@ -18,8 +19,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _KERNELS = (
-    "block_quant", "embedding_bag", "flash_attention", "grouped_matmul", "mx", "paged_attention", "ring_attention",
-    "sampled_spmm",
+    "block_quant", "embedding_bag", "flash_attention", "group_quantize", "grouped_matmul", "mx", "paged_attention",
+    "ring_attention", "sampled_spmm",
 )  # fmt: skip
 
 __all__ = [*_KERNELS]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from scalejax.kernels import block_quant as block_quant
     from scalejax.kernels import embedding_bag as embedding_bag
     from scalejax.kernels import flash_attention as flash_attention
+    from scalejax.kernels import group_quantize as group_quantize
     from scalejax.kernels import grouped_matmul as grouped_matmul
     from scalejax.kernels import mx as mx
     from scalejax.kernels import paged_attention as paged_attention

@@ -84,7 +84,7 @@ def test_two_values_share_a_byte_half_a_group_apart():
 def test_all_bytes_decode_to_both_their_values():
     format = IntGroups(bits=4, size=512)
     codes = jnp.arange(256, dtype=jnp.uint8)
-    values = np.asarray(dequantize(group_quantize.Groups(codes, jnp.ones(1)), format)).astype(int)
+    values = np.asarray(dequantize(group_quantize.QuantizedGroups(codes, jnp.ones(1)), format)).astype(int)
     signed = np.where(np.arange(16) < 8, np.arange(16), np.arange(16) - 16)
     np.testing.assert_array_equal(values[:256], signed[np.arange(256) % 16])
     np.testing.assert_array_equal(values[256:], signed[np.arange(256) // 16])

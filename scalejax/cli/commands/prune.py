@@ -41,7 +41,7 @@ def prune(
     ] = None,
     multiple: Annotated[
         int | None,
-        typer.Option("--multiple", metavar="N", min=1, help="Round widths of --share up to a multiple."),
+        typer.Option("--multiple", metavar="N", min=1, help="Round widths of --share up to a multiple; 1 by default."),
     ] = None,
     step: Step = None,
     recipe: options.RecipeFile = None,

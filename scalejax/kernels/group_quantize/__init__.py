@@ -2,8 +2,8 @@
 
 from scalejax.kernels.group_quantize.api import (
     TRANSFORM,
-    Groups,
     IntGroups,
+    QuantizedGroups,
     dequantize,
     from_bytes,
     hadamard,
@@ -11,4 +11,4 @@ from scalejax.kernels.group_quantize.api import (
     to_bytes,
 )
 
-__all__ = ["TRANSFORM", "Groups", "IntGroups", "dequantize", "from_bytes", "hadamard", "quantize", "to_bytes"]
+__all__ = ["TRANSFORM", "IntGroups", "QuantizedGroups", "dequantize", "from_bytes", "hadamard", "quantize", "to_bytes"]

@@ -69,7 +69,7 @@ class IntGroups:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class QuantizedGroups:
     """Quantized values.
 
     Attributes:
@@ -81,7 +81,9 @@ class Groups:
     scales: jax.Array
 
 
-def quantize(x: "Float32[Array, '*rows n']", format: IntGroups, seed: "UInt32[Array, '2'] | None" = None) -> Groups:
+def quantize(
+    x: "Float32[Array, '*rows n']", format: IntGroups, seed: "UInt32[Array, '2'] | None" = None
+) -> QuantizedGroups:
     """Values as codes and scales.
 
     Args:
@@ -94,10 +96,10 @@ def quantize(x: "Float32[Array, '*rows n']", format: IntGroups, seed: "UInt32[Ar
     """
     _check("quantize", x, format)
     codes, scales = xla.quantize(x, format.bits, format.size, seed)
-    return Groups(codes, scales)
+    return QuantizedGroups(codes, scales)
 
 
-def dequantize(groups: Groups, format: IntGroups) -> "Float32[Array, '*rows n']":
+def dequantize(groups: QuantizedGroups, format: IntGroups) -> "Float32[Array, '*rows n']":
     """float32[..., n] of what `quantize` gave; NaN in groups whose scale is."""
     return xla.dequantize(groups.codes, groups.scales, format.bits, format.size)
 
@@ -115,17 +117,17 @@ def hadamard(x: "Float32[Array, '*rows n']") -> "Float32[Array, '*rows n']":
     return xla.hadamard(x, TRANSFORM)
 
 
-def to_bytes(groups: Groups) -> "UInt8[Array, '*rows bytes']":
+def to_bytes(groups: QuantizedGroups) -> "UInt8[Array, '*rows bytes']":
     """Scales and codes in one array, so that they travel in one collective."""
     scales = jax.lax.bitcast_convert_type(groups.scales, jnp.uint8)
     return jnp.concatenate([scales.reshape(*scales.shape[:-2], -1), groups.codes], axis=-1)
 
 
-def from_bytes(data: "UInt8[Array, '*rows bytes']", n: int, format: IntGroups) -> Groups:
+def from_bytes(data: "UInt8[Array, '*rows bytes']", n: int, format: IntGroups) -> QuantizedGroups:
     """The inverse of `to_bytes` for n values a row."""
     count = n // format.size
     scales = data[..., : 4 * count].reshape(*data.shape[:-1], count, 4)
-    return Groups(data[..., 4 * count :], jax.lax.bitcast_convert_type(scales, jnp.float32))
+    return QuantizedGroups(data[..., 4 * count :], jax.lax.bitcast_convert_type(scales, jnp.float32))
 
 
 def _check(op: str, x: jax.Array, format: IntGroups) -> None:
