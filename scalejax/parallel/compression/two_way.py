@@ -87,7 +87,12 @@ class Compression:
 
     @property
     def of_owners(self) -> Compressor:
-        """The compressor of what owners send back."""
+        """The compressor of what owners send back.
+
+        Random places are the same both ways, so that owners send what they added up there and scale nothing.
+        """
+        if self.owner is None and isinstance(self.compressor, RandomKEntries):
+            return dataclasses.replace(self.compressor, scale="none")
         return self.compressor if self.owner is None else self.owner
 
 
@@ -121,6 +126,12 @@ how many the bucket has without filling: other devices cut it otherwise."""
 
 def initial(compression: Compression, values: int, hosts: int, local: int) -> State:
     """What a device remembers of a bucket before the first step."""
+    compressor, feedback = compression.compressor, compression.error_feedback
+    if isinstance(compressor, RandomKEntries) and feedback != "none" and compressor.scale == "n/k":
+        raise UserError(
+            "Compression: RandomKEntries(scale='n/k') is right on average without feedback, and makes errors grow "
+            f"with error_feedback={feedback!r}. Set compressor.scale=none, or error_feedback=none."
+        )
     state: State = {}
     chunks = Chunks.of(values, hosts, local)
     if compression.error_feedback != "none":
