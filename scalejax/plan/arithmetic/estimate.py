@@ -19,6 +19,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
+from scalejax.parallel.sdp4bit import Sdp4Bit
 from scalejax.plan.arithmetic import decoders, step_model
 from scalejax.plan.arithmetic.decoders import DecoderConfig
 from scalejax.plan.arithmetic.step_model import Training
@@ -110,7 +111,7 @@ def _changes(experiment: "Experiment", shape: MeshShape, mesh: Mesh) -> Iterator
     model = experiment.model
     assert isinstance(model, DecoderConfig)
     strategy, sharded = experiment.strategy, ""
-    if isinstance(strategy, Ddp):
+    if isinstance(strategy, Ddp | Sdp4Bit):
         experiment, sharded = dataclasses.replace(experiment, strategy=Fsdp()), "--set strategy=Fsdp "
     elif strategy.sharding in ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
         experiment = dataclasses.replace(experiment, strategy=dataclasses.replace(strategy, sharding="FULL_SHARD"))

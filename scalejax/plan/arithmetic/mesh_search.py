@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, mesh_text
+from scalejax.parallel.sdp4bit import Sdp4Bit
 from scalejax.plan import topology
 from scalejax.plan.arithmetic import decoders, published_runs, step_model
 from scalejax.plan.arithmetic.step_model import REMATS, Remat, StepEstimate, Training
@@ -138,6 +139,12 @@ def search(
                 f"meshes knows dtypes alone. Search with --set strategy.{field}=none, or leave --search out: "
                 "`scalejax plan` compiles any strategy."
             )
+    strategy = experiment.strategy
+    if isinstance(strategy, Sdp4Bit) or getattr(strategy, "compression", None) is not None:
+        raise UserError(
+            f"search: the arithmetic that chooses meshes does not know what {type(strategy).__name__} sends compressed. "
+            "Search with --set strategy=Fsdp, or leave --search out: `scalejax plan` compiles any strategy."
+        )
     machine = topology.parse(topology_name)
     decoder = decoders.decoder_of(experiment)
     dtype = "bfloat16" if experiment.precision.compute == "platform" else experiment.precision.compute
