@@ -142,7 +142,7 @@ def search(
     strategy = experiment.strategy
     if isinstance(strategy, Sdp4Bit) or getattr(strategy, "compression", None) is not None:
         raise UserError(
-            f"search: the arithmetic that chooses meshes does not know what {type(strategy).__name__} sends compressed. "
+            f"search: the arithmetic that chooses meshes does not know what {type(strategy).__name__} compresses. "
             "Search with --set strategy=Fsdp, or leave --search out: `scalejax plan` compiles any strategy."
         )
     machine = topology.parse(topology_name)
