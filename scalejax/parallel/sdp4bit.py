@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.kernels import group_quantize
 from scalejax.kernels.group_quantize import IntGroups
+from scalejax.parallel.compression.two_way import SLOW_AXIS
 from scalejax.parallel.ddp import MIB, buckets
 from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.blocks import Arrays, DTypeName, ParamLayout, States, StepContext, WholeCopy, axes_of
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 Weights = Literal["plain", "quantized", "differences"]
 Hops = Literal["plain", "one_level", "two_level"]
 Bits = Literal[4, 8, 32]
-SLOW_AXIS = "replica"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

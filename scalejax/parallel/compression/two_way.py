@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 KnownCompressor = Identity | Fp16 | OneBit | TopKEntries | RandomKEntries | LinearDithering | NaturalDithering | Blocks
 SLOW_AXIS = "replica"
+"""The mesh axis between whose indices links are slow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

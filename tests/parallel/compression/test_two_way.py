@@ -148,17 +148,13 @@ def test_random_places_travel_on_as_they_are_and_owners_have_no_errors():
     assert np.abs(np.asarray(devices.state["worker"])).max() > 0
 
 
-@pytest.mark.parametrize(
-    ("compressor", "error"),
-    [(LinearDithering(levels=16), 0.12), (RandomKEntries(k=0.25), 0.12)],
-    ids=["linear", "random"],
-)
-def test_what_is_right_on_average_needs_no_memory(compressor, error):
+@pytest.mark.parametrize("compressor", [LinearDithering(levels=16), RandomKEntries(k=0.25)], ids=["linear", "random"])
+def test_what_is_right_on_average_needs_no_memory(compressor):
     compression = Compression(compressor=compressor, error_feedback="none")
     given, devices = gradients(0), Devices(compression)
     mean = np.mean([devices.reduce(given)[0] for _ in range(200)], axis=0)
     one = np.linalg.norm(devices.reduce(given)[0] - given.sum(0))
-    assert np.linalg.norm(mean - given.sum(0)) < error * one
+    assert np.linalg.norm(mean - given.sum(0)) < 0.12 * one  # 1 / sqrt(200), and some
 
 
 @BOTH
