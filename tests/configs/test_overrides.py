@@ -167,7 +167,7 @@ def test_the_experiment_itself_is_untouched(experiment):
         ("model.mlp.hidden=512,big", "must be a list, each item an integer, for example --set model.mlp.hidden=64,32"),
         ("model.kind=cubic", "must be one of plain, low_rank, for example --set model.kind=plain"),
         ("model.scale=x", "must be a number or none"),
-        ("optimizer=Lamb", "type name Sgd or the type name Adam or the type name AdamL2 or"),
+        ("optimizer=Lion", "type name Sgd or the type name Adam or the type name AdamL2 or"),
         ("model.heads=3", "must be a list"),
         ("model=Wukong", "model is of type Model and cannot be set as a whole. Set its fields (model.layers"),
         ("model.interaction=Deep", "cannot become a Deep by name: depth have no default"),
