@@ -12,7 +12,7 @@ import pytest
         # At further hand: the kernel, the layer that uses it, models, runs.
         ("scalejax/kernels/mx/__init__.py", "tests/kernels/test_mx.py", "tests/data/test_splits.py"),
         # A backend, which is loaded by its name.
-        ("scalejax/kernels/mx/xla.py", "tests/kernels/test_mx.py", "tests/data/test_splits.py"),
+        ("scalejax/kernels/block_quant/xla.py", "tests/kernels/test_block_quant.py", "tests/data/test_splits.py"),
         ("scalejax/models/graph/gcn.py", "tests/models/graph/test_layers.py", "tests/models/llm/test_llama3.py"),
         # Recipes are found by name; a module may be imported inside of a function.
         ("scalejax/configs/recsys/wukong.py", "tests/configs/test_recipes.py", "tests/kernels/test_mx.py"),
