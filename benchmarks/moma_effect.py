@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from kept_runs import half_width
 
 from scalejax import configs, optim
 from scalejax.bench import machine
@@ -69,9 +70,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 RATE = {"dense": 2e-2, "8x": 2e-2, "4t4i": 1e-2, "1t1i": 2e-2, "4t4i + MoD": 1e-2}
 """The peak rate that `tune` chose for each."""
-
-T_95 = 4.303
-"""Two-sided 95 % of Student's t with 2 degrees of freedom, of three seeds."""
 
 
 def experiment_of(model: str, steps: int, rate: float) -> Experiment:
@@ -250,8 +248,7 @@ def report(kept: Kept, models: Sequence[str], shares: Sequence[float]) -> bool:
 
 
 def _interval(values: list[float]) -> str:
-    error = T_95 * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.fmean(values):+.4f} ± {error:.4f}"
+    return f"{statistics.fmean(values):+.4f} ± {half_width(values):.4f}"
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import pathlib
 import statistics
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from kept_runs import half_width
 
 from scalejax import configs, optim
 from scalejax.bench import machine
@@ -51,8 +51,6 @@ TESTS = {
     "contrast": Augment(contrast=(0.5, 1.5)),
 }
 """What is done to test pictures, whose brightest is about 1."""
-T_95 = 4.303
-"""Two-sided 95 % of Student's t with 2 degrees of freedom, of three seeds."""
 
 
 def experiment_of(model: str, rate: float, slices: int, seed: int, surfaces: Any = "none") -> Any:
@@ -178,7 +176,7 @@ def _interval(values: list[float], *, sign: bool = False) -> str:
     mean = f"{statistics.fmean(values):{'+' if sign else ''}.3f}"
     if len(values) < len(SEEDS):
         return mean
-    return f"{mean} ± {T_95 * statistics.stdev(values) / math.sqrt(len(values)):.3f}"
+    return f"{mean} ± {half_width(values):.3f}"
 
 
 def grey(images: np.ndarray) -> np.ndarray:

@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import io
 import json
-import math
 import pathlib
 import statistics
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from kept_runs import half_width
 
 from scalejax import configs, optim
 from scalejax.bench import machine
@@ -42,9 +42,6 @@ EPOCH, EVALUATIONS = 28, 20
 
 NOISES = (0.4, 0.6, 0.0)
 SEEDS, TUNING_SEED, TUNING_NOISE = (1, 2, 3, 4, 5), 100, 0.4
-T_95 = 2.776
-"""Two-sided 95 % of Student's t with 4 degrees of freedom, of five seeds."""
-
 TRIALS: dict[str, tuple[tuple[AnyLearning, float], ...]] = {
     "CE": tuple((CrossEntropy(), rate) for rate in (0.0125, 0.025, 0.05, 0.1)),
     "LSR": tuple((CrossEntropy(smoothing=s), rate) for s in (0.1, 0.3) for rate in (0.025, 0.05)),
@@ -156,7 +153,7 @@ def report(kept: Kept, methods: list[str], noises: list[float]) -> bool:
             gains = [a - run["test"][-1] for a, run in zip(last, base, strict=True)]
             cells = [f"{noise:.0%}", method, f"{learning}, rate {rate:g}".replace("|", "/"), _mean(last)]
             cells += [_mean([at_best(run) for run in runs]), _mean([max(run["test"]) for run in runs]), _mean(falls)]
-            cells.append("" if method == "CE" else f"{_mean(gains)} ± {_half(gains):.4f}")
+            cells.append("" if method == "CE" else f"{_mean(gains)} ± {half_width(gains):.4f}")
             print(f"| {' | '.join(cells)} |")
             if noise and method == "SMC-2":
                 of_base = [max(run["test"]) - run["test"][-1] for run in base]
@@ -188,10 +185,6 @@ def draw(kept: Kept, methods: list[str], noises: list[float], epochs: int) -> st
 
 def _mean(values: list[float]) -> str:
     return f"{statistics.fmean(values):.4f}"
-
-
-def _half(values: list[float]) -> float:
-    return T_95 * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import click_forms
 import numpy as np
 from click_forms import Setting
+from kept_runs import KeptRuns
 
 from scalejax.configs import overrides
 from scalejax.errors import UserError
@@ -33,27 +34,17 @@ from scalejax.train.metrics import evaluation, exact
 TUNING_SEED = 100
 
 
-class Runs:
-    """Lines of a file: what was run, and its figures."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
-
-    def read(self) -> list[dict[str, Any]]:
-        """All there are."""
-        return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
+class Runs(KeptRuns):
+    """Runs of click models."""
 
     def find(self, setting: Setting, split: str, seed: int, scored: str) -> dict[str, Any] | None:
         """The figures of a run, None = it is not there."""
-        wanted = {**dataclasses.asdict(setting), "sets": list(setting.sets), "split": split, "seed": seed}
-        wanted["scored"] = scored
-        return next((run for run in self.read() if wanted.items() <= run.items()), None)
+        wanted = {**dataclasses.asdict(setting), "sets": list(setting.sets)}
+        return self.first({**wanted, "split": split, "seed": seed, "scored": scored})
 
     def add(self, setting: Setting, split: str, seed: int, scored: str, figures: dict[str, Any]) -> None:
         """Appends a run."""
-        key = {**dataclasses.asdict(setting), "split": split, "seed": seed, "scored": scored}
-        with self._path.open("a") as file:
-            file.write(json.dumps(key | figures) + "\n")
+        self.append({**dataclasses.asdict(setting), "split": split, "seed": seed, "scored": scored, **figures})
 
 
 def scored_run(setting: Setting, split: str, seed: int, scored: str) -> tuple[dict[str, Any], evaluation.Predictions]:
