@@ -26,6 +26,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.resources
+import math
 import pathlib
 import statistics
 import sys
@@ -38,6 +39,7 @@ from kept_runs import KeptRuns, half_width
 
 from scalejax import configs, optim
 from scalejax.bench import machine
+from scalejax.errors import UserError
 from scalejax.parallel.compression.compressors import (
     Blocks,
     Fp16,
@@ -65,10 +67,13 @@ LLAMA = (
     "llama-shakespeare", f"data.path={TEXT}", f"data.tokenizer.path={TEXT}", "evaluation.every=0", "steps=600",
     "model.layers=2", "model.unroll=2", "model.dim=64", "model.ffn_dim=192", "model.kv_heads=4",
 )  # fmt: skip
-IMAGES = ("resnet-smoke", "data.batch_size=64", "evaluation.every=0", "evaluation.final=last", "steps=560")
+IMAGES = ("resnet-smoke", "data.batch_size=64", "evaluation.every=0", "evaluation.final=end", "steps=560")
 
 PLAIN = Sdp4Bit(weights="plain", gradients="plain", param_dtype=None)
 TWO_LEVEL = dataclasses.replace(PLAIN, gradients="two_level")
+FACTOR = 1024.0
+"""The rate of probes: a power of two, and large, so that parameters that are subtracted again round nothing away."""
+
 PIECES = {
     BASE: PLAIN,
     "qW": dataclasses.replace(PLAIN, weights="quantized"),
@@ -79,7 +84,6 @@ PIECES = {
     "SDP4Bit": Sdp4Bit(param_dtype=None),
     "INT4, both hops": dataclasses.replace(TWO_LEVEL, transform="none", fast_bits=4),
 }
-UNBIASED, BIASED = "none", "vanilla"
 
 
 def _compressed() -> dict[str, Any]:
@@ -144,47 +148,60 @@ class Arm(NamedTuple):
     steps: int
 
 
-def experiment_of(arm: Arm, seed: int) -> Experiment:
-    """The recipe with a strategy, a rate and a seed."""
+def experiment_of(arm: Arm, seed: int = 0) -> Experiment:
+    """The recipe with a strategy, a rate, and an order of the examples."""
     study = STUDIES[arm.study]
     name, *sets = study.sets
-    own = (f"placement.mesh.replica={study.hosts}", f"steps={arm.steps}", f"seed={seed}", f"data.seed={seed}")
+    own = (f"placement.mesh.replica={study.hosts}", f"steps={arm.steps}", f"data.seed={seed}")
     made = configs.load(name, [*sets, *own, f"optimizer.learning_rate.peak={arm.rate}"])
     return dataclasses.replace(made, strategy=study.arms[arm.name])
 
 
-class Programs(NamedTuple):
-    """Of an arm: compiled once for all seeds.
+def _bound(experiment: Experiment) -> Program:
+    mesh = make_mesh(experiment.placement.mesh, jax.devices()[:8])
+    return binding.bind(experiment, experiment.data.build().schema, mesh)
+
+
+class Compiled(NamedTuple):
+    """An arm, compiled once for all seeds.
 
     Attributes:
-      training: Takes its steps.
-      probes: Of the exchange and without it: a step of each is the reduced gradient. None = gradients travel as is.
+      program: What was compiled.
+      step: (state, batch) -> (state, loss); the state is donated.
+      sent: Bytes that a device sends in a step: over axes that cross hosts, and over others; the least that
+        collectives need.
     """
 
-    training: Program
-    probes: tuple[Program, Program] | None
-
-
-FACTOR = 1024.0
-"""The rate of probes: a power of two, and large, so that parameters that are subtracted again round nothing away."""
+    program: Program
+    step: Any
+    sent: dict[str, float]
 
 
 @functools.cache
-def programs(arm: Arm) -> Programs:
-    experiment = experiment_of(arm, 0)
-    strategy, schema = experiment.strategy, experiment.data.build().schema
-    mesh = make_mesh(experiment.placement.mesh, jax.devices()[:8])
-    training = binding.bind(experiment, schema, mesh)
+def compiled(arm: Arm) -> Compiled:
+    program = _bound(experiment_of(arm))
+    function, arguments = program.repeated_step()
+    step = function.trace(*arguments).lower().compile(program.compiler_options)  # pyright: ignore[reportAttributeAccessIssue]
+    sent = {"between": 0.0, "within": 0.0}
+    for c in explain_sharding(step, program.mesh):
+        sent["between" if "replica" in c.axes else "within"] += c.minimum_bytes
+    return Compiled(program, step, sent)
+
+
+@functools.cache
+def probes(arm: Arm) -> tuple[Program, Program] | None:
+    """Programs whose step is the reduced gradient, by the exchange and without it; None = it travels as it is."""
+    experiment = experiment_of(arm)
+    strategy = experiment.strategy
     if isinstance(strategy, Sdp4Bit):
         exact = dataclasses.replace(strategy, gradients="plain")
     else:
         exact = dataclasses.replace(strategy, compression=None)
     if exact == strategy:
-        return Programs(training, None)
+        return None
     descent = optim.Sgd(learning_rate=optim.Constant(value=FACTOR))
-    probes = dataclasses.replace(experiment, optimizer=descent, gradients=Gradients())
-    pair = (binding.bind(dataclasses.replace(probes, strategy=each), schema, mesh) for each in (strategy, exact))
-    return Programs(training, tuple(pair))  # pyright: ignore[reportArgumentType]
+    changed = dataclasses.replace(experiment, optimizer=descent, gradients=Gradients())
+    return _bound(changed), _bound(dataclasses.replace(changed, strategy=exact))
 
 
 def gradient(probe: Program, state: TrainState, batch: Any) -> dict[str, jax.Array]:
@@ -207,42 +224,34 @@ def error_of_exchange(pair: tuple[Program, Program], state: TrainState, batch: A
 
 
 def train(arm: Arm, seed: int) -> dict[str, Any]:
-    """Figures of a run."""
-    study, experiment, own = STUDIES[arm.study], experiment_of(arm, seed), programs(arm)
-    program, data = own.training, experiment.data.build()
-    state = dataclasses.replace(program, experiment=experiment).init()
-    sent = bytes_sent(program)
-    errors, steps = [], experiment.steps
-    probed = {1, steps // 2, steps} if own.probes else set()
+    """Figures of a run; trials leave the error of the exchange out."""
+    own, data = compiled(arm), experiment_of(arm, seed).data.build()
+    program, split = own.program, STUDIES[arm.study].split
+    pair = None if seed == TUNING_SEED else probes(arm)
+    probed = set() if pair is None else {1, arm.steps // 2, arm.steps}
+    state, errors = program.init(redraw=seed), []
     begun, cpu = time.perf_counter(), time.process_time()
     with prefetch(program.task.train_batches(data, program.mesh, 0), program) as batches:
-        for step in range(1, steps + 1):
+        for step in range(1, arm.steps + 1):
             batch = next(batches)[1]
-            if step in probed and own.probes:
-                errors.append(round(error_of_exchange(own.probes, state, batch), 4))
-            state, _ = program.train_step(state, batch)
+            if pair is not None and step in probed:
+                errors.append(round(error_of_exchange(pair, state, batch), 4))
+            state, _ = own.step(state, batch)
             jax.block_until_ready(state.params)  # virtual devices must not queue steps
-    scores = scoring.score(program, state, program.task.eval_batches(data, program.mesh, study.split)).measure()
-    found = {name: round(float(value), 6) for name, value in scores.items() if isinstance(value, float)}
+    try:
+        scores = scoring.score(program, state, program.task.eval_batches(data, program.mesh, split)).measure()
+    except UserError as error:
+        if "not finite" not in str(error):
+            raise
+        scores = {STUDIES[arm.study].metric: math.inf}  # it diverged: tried, but never chosen
     return {
-        "scores": found,
+        "scores": {name: round(float(value), 6) for name, value in scores.items() if isinstance(value, float)},
         "errors": errors,
-        "sent": sent,
+        "sent": own.sent,
         "parameters": program.model.size,
         "wall_s": round(time.perf_counter() - begun, 1),
         "cpu_s": round(time.process_time() - cpu, 1),
     }
-
-
-@functools.cache
-def bytes_sent(program: Program) -> dict[str, float]:
-    """Bytes that a device sends in a step over slow links and within a host, the least that collectives need."""
-    function, arguments = program.repeated_step()
-    compiled = function.trace(*arguments).lower().compile(program.compiler_options)  # pyright: ignore[reportAttributeAccessIssue]
-    found = {"between": 0.0, "within": 0.0}
-    for c in explain_sharding(compiled, program.mesh):
-        found["between" if "replica" in c.axes else "within"] += c.minimum_bytes
-    return found
 
 
 def kept(runs: KeptRuns, arm: Arm, seed: int, *, make: bool) -> dict[str, Any] | None:
@@ -298,7 +307,8 @@ def report(runs: KeptRuns, study: str, steps: int) -> None:
         cells.append("" if arm == BASE else f"{statistics.fmean(gaps):+.4f} ± {half_width(gaps):.4f}")
         cells.append("" if arm == BASE else f"{statistics.fmean(shares):+.2f} ± {half_width(shares):.2f}")
         cells.append("" if arm == BASE else f"{min(shares):+.2f}")
-        cells.append(", ".join(f"{statistics.fmean(one):.3f}" for one in zip(*(r["errors"] for r in found), strict=True)))
+        errors = zip(*(run["errors"] for run in found), strict=True)
+        cells.append(", ".join(f"{statistics.fmean(each):.3f}" for each in errors))
         cells += [f"{found[0]['sent'][where] / parameters:.3f}" for where in ("between", "within")]
         print(f"| {' | '.join(cells)} |")
     print()

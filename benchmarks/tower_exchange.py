@@ -2,10 +2,8 @@
 
     python benchmarks/tower_exchange.py --json FILE --markdown FILE [--hosts 2 4] [--mbit 100 1000] [--turns 11]
 
-A host is a process of two devices in a network namespace of its own. Namespaces are joined by veth through a bridge in
-one more namespace, and `tc tbf` limits what each sends and receives; the machine's own network is left as it is.
-Namespaces and processes end with the process that made them, by the kernel, however it ends. That takes Linux,
-iproute2, util-linux, and root or a kernel that gives users namespaces. Elsewhere it says so and prints bytes over rate.
+A host is a process of two devices in a network namespace of its own, with limits on what it sends and receives: see
+`slow_links.py`, and what that takes. Elsewhere this says so and prints bytes over rate.
 
 A step is a lookup of one id a table and the update of its rows: ids, vectors and gradients cross once. Compressed, c
 neighbours of each vector are added up between the hops: a linear map N to N/c that takes next to no time, as a module
@@ -23,24 +21,16 @@ That leaves out what a device does itself. So every step is timed once more afte
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
 import json
-import os
 import pathlib
-import shutil
-import signal
-import socket
-import statistics
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import slow_links
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -48,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from scalejax.bench import machine
 
 INSIDE = 2
-FLAT, FREE, PORT, TIMEOUT_S = "flat", "without limits", 9761, 600
+FLAT, PORT = "flat", 9761
 FORMS = {FLAT: 1, "c = 1": 1, "c = 2": 2, "c = 4": 4, "c = 8": 8}
 """By how much vectors are narrower between hosts."""
 
@@ -105,119 +95,28 @@ class Task:
         return self.examples * (INSIDE - 1) / INSIDE * (2 * 4 * self.tables * self.dim + self.ids("c = 1"))
 
 
-# In the namespace of the bridge, as its process 1
-
-
-def switch(task: Task) -> None:
-    """Makes the links, runs a process on each host, and ends with them."""
-    signal.signal(signal.SIGALRM, lambda *_: _end("ran too long"))
-    signal.alarm(TIMEOUT_S)
-    threading.Thread(target=lambda: (sys.stdin.read(), _end("was left alone")), daemon=True).start()
-    for line in ("ip link set lo up", "ip link add bridge0 type bridge", "ip link set bridge0 up"):
-        command(line)
-    variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(INSIDE), "PJRT_NPROC": str(8 * INSIDE)}
-    workers: list[subprocess.Popen[bytes]] = []
-    errors: list[IO[bytes]] = []
-    for host in range(task.hosts):
-        program = [sys.executable, __file__, "--host", str(host), "--task", json.dumps(dataclasses.asdict(task))]
-        errors.append(tempfile.TemporaryFile())  # noqa: SIM115 - until the process ends
-        worker = subprocess.Popen(
-            ["unshare", "--net", "--uts", "sh", "-c", 'echo; read go; exec "$@"', "sh", *program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors[-1],
-            env={**os.environ, **variables},
-        )
-        workers.append(worker)
-        _pipe(worker.stdout).readline()  # it has its namespace
-        link(host, worker.pid, task.mbit)
-    for worker in workers:
-        _go(worker)
-    for line in _pipe(workers[0].stdout):
-        if line.decode().strip() == FREE:
-            for host, worker in enumerate(workers):
-                command(f"tc qdisc del dev port{host} root")
-                command(f"nsenter -t {worker.pid} -n tc qdisc del dev eth0 root")
-            _go(workers[0])
-        else:
-            print(line.decode(), end="", flush=True)
-    for host, (worker, said) in enumerate(zip(workers, errors, strict=True)):
-        if worker.wait():
-            said.seek(0)
-            _end(f"host {host}: exit {worker.returncode}\n{said.read().decode(errors='replace')[-4000:]}")
-
-
-def link(host: int, pid: int, mbit: float) -> None:
-    """A pair of interfaces, one in the namespace of a process, both limited in what they send."""
-    there = f"nsenter -t {pid} -n "
-    # A packet of TCP's has up to 64 kB before it is cut for the wire; below that the bucket cuts it, which takes long.
-    limit = f"root tbf rate {mbit}mbit burst {max(16_000, int(140 * mbit))} limit 16mb"
-    for line in (
-        f"ip link add port{host} type veth peer name eth0 netns {pid}",
-        f"ip link set port{host} master bridge0 up",
-        f"tc qdisc add dev port{host} {limit}",
-        f"{there}ip link set lo up",
-        f"{there}ip addr add {address(host)}/24 dev eth0",
-        f"{there}ip link set eth0 up",
-        f"{there}tc qdisc add dev eth0 {limit}",
-    ):
-        command(line)
-
-
-def _go(worker: "subprocess.Popen[bytes]") -> None:
-    go = _pipe(worker.stdin)
-    go.write(b"\n")
-    go.flush()
-
-
-def address(host: int) -> str:
-    return f"10.77.0.{host + 1}"
-
-
-def command(line: str) -> None:
-    subprocess.run(line.split(), check=True)
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
-
-
-def _end(why: str) -> None:
-    print(f"tower_exchange: {why}", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
 # On a host
 
 
 def measure(task: Task, host: int) -> None:
     """Joins the others and measures; host 0 prints progress, then the results as a line of JSON."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # Gloo writes a remark on standard output for every connection
-    socket.sethostname(address(host))  # Gloo binds what the name resolves to
-    # The same on every machine, and no step starts slowly because nothing was sent before.
-    for name, value in (("congestion_control", "reno"), ("slow_start_after_idle", "0")):
-        pathlib.Path(f"/proc/sys/net/ipv4/tcp_{name}").write_text(value)
+    out = slow_links.join(host)
 
     from scalejax.train import distributed
 
-    distributed.initialize(f"{address(0)}:{PORT}", task.hosts, host, timeout_s=60)
+    distributed.initialize(f"{slow_links.address(0)}:{PORT}", task.hosts, host, timeout_s=60)
     runs = prepared(task, host)
     found: dict[str, Any] = {}
     for links in ("limited", "free"):
         if host == 0 and links == "free":
-            print(FREE, file=out)
-            sys.stdin.readline()
+            slow_links.free(out)
         distributed.gather(links)
-        with priority(task.priority if host == 0 else None):
-            seconds = in_turns(runs, task.turns)
-        every = distributed.gather(seconds)
-        slowest = {name: [max(each) for each in zip(*(one[name] for one in every), strict=True)] for name in runs}
-        found[links] = {name: statistics.median(each) for name, each in slowest.items()}
-        found[f"{links}_turns"] = slowest
+        with slow_links.priority(task.priority if host == 0 else None):
+            measured = slow_links.timed(runs, task.turns, distributed.gather)
+        found[links], found[f"{links}_turns"] = measured["seconds"], measured["turns"]
         if links == "limited":
-            found["sent"] = {name: sent_by(run) for name, run in runs.items() if name in FORMS}
+            sent = {name: slow_links.sent_by(run, distributed.gather) for name, run in runs.items() if name in FORMS}
+            found["sent"] = sent
     if host == 0:
         print(json.dumps(found), file=out)
 
@@ -315,81 +214,15 @@ def prepared(task: Task, host: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def in_turns(runs: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each, turn by turn, after two that are not timed."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(turns + 2):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if turn >= 2:
-                found[name].append(time.perf_counter() - start)
-    return found
-
-
-def sent_by(run: Callable[[], object]) -> int:
-    """Bytes that leave this host in a run, with headers and acknowledgements, by the count of its interface."""
-
-    def count() -> int:
-        lines = pathlib.Path("/proc/self/net/dev").read_text().splitlines()
-        return int(next(line for line in lines if "eth0:" in line).partition(":")[2].split()[8])
-
-    from scalejax.train import distributed
-
-    distributed.gather(0)  # what was sent before has arrived
-    before = count()
-    for _ in range(5):
-        run()
-    distributed.gather(0)
-    return round((count() - before) / 5)
-
-
-@contextlib.contextmanager
-def priority(nice: int | None) -> Iterator[None]:
-    """Sets that of the session's scheduling group, and sets it back; None = leaves it."""
-    if nice is None:
-        yield
-        return
-    file = pathlib.Path("/proc/self/autogroup")
-    before = file.read_text().split()[-1]
-    file.write_text(str(nice))
-    try:
-        yield
-    finally:
-        file.write_text(before)
-
-
 # On the machine
-
-
-def namespaces() -> list[str]:
-    """The command that runs another with a network and processes of its own, which end with it."""
-    user = [] if os.getuid() == 0 else ["--map-root-user"]
-    return ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-
-
-def not_permitted() -> str | None:
-    """Why namespaces with limited links cannot be made here, or None."""
-    missing = [name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name) is None]
-    if missing:
-        return f"{', '.join(missing)} not found"
-    trial = "ip link add bridge0 type bridge && ip link add port0 type veth peer name port1 && "
-    trial += "tc qdisc add dev port0 root tbf rate 1mbit burst 16000 limit 16000"
-    done = subprocess.run([*namespaces(), "sh", "-c", trial], capture_output=True, text=True, timeout=30, check=False)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["unshare failed"])[-1]
 
 
 def run(task: Task) -> dict[str, Any]:
     """Measures in namespaces that are gone when it returns."""
-    program = [sys.executable, __file__, "--switch", "--task", json.dumps(dataclasses.asdict(task))]
-    with subprocess.Popen([*namespaces(), *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            lines = [line.decode().strip() for line in _pipe(process.stdout)]
-        finally:
-            process.kill()  # and with it all that it has started
-    if not lines or not lines[-1].startswith("{"):
-        raise SystemExit(f"tower_exchange: {task.hosts} hosts at {task.mbit:g} Mb/s gave no results, see above.")
-    return {**dataclasses.asdict(task), **json.loads(lines[-1])}
+    given = json.dumps(dataclasses.asdict(task))
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(INSIDE), "PJRT_NPROC": str(8 * INSIDE)}
+    program = [sys.executable, __file__, "--task", given]
+    return dataclasses.asdict(task) | slow_links.run(task.hosts, task.mbit, program, variables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -493,13 +326,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--priority", type=int, help="nice value of this session while it measures, for busy machines")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--markdown", type=pathlib.Path)
-    parser.add_argument("--switch", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.task is not None:
         task = Task(**json.loads(options.task))
-        switch(task) if options.switch else measure(task, options.host)
+        measure(task, options.host)
         return
     tasks = [
         Task(
@@ -511,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         for hosts, mbit in itertools.product(options.hosts, options.mbit)
     ]
-    reason = not_permitted()
+    reason = slow_links.not_permitted()
     if reason is not None:
         print(f"Network namespaces with limited links are not permitted here: {reason}.")
         print("\n".join(bytes_over_rate(task) for task in tasks))
