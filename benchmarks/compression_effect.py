@@ -31,6 +31,7 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +68,7 @@ LLAMA = (
     "llama-shakespeare", f"data.path={TEXT}", f"data.tokenizer.path={TEXT}", "evaluation.every=0", "steps=600",
     "model.layers=2", "model.unroll=2", "model.dim=64", "model.ffn_dim=192", "model.kv_heads=4",
 )  # fmt: skip
-IMAGES = ("resnet-smoke", "data.batch_size=64", "evaluation.every=0", "evaluation.final=end", "steps=560")
+IMAGES = ("resnet-smoke", "data.batch_size=32", "evaluation.every=0", "evaluation.final=end", "steps=560")
 
 PLAIN = Sdp4Bit(weights="plain", gradients="plain", param_dtype=None)
 TWO_LEVEL = dataclasses.replace(PLAIN, gradients="two_level")
@@ -280,14 +281,14 @@ def rate_of(runs: KeptRuns, study: str, arm: str, steps: int) -> float | None:
     return min(found, key=lambda rate: found[rate]["scores"][metric])
 
 
-def report(runs: KeptRuns, study: str, steps: int) -> None:
+def report(runs: KeptRuns, study: str, steps: int, seeds: Sequence[int]) -> None:
     """The table of the arms whose seeds are complete."""
     s = STUDIES[study]
     complete: dict[str, list[dict[str, Any]]] = {}
     for arm in s.arms:
         rate = rate_of(runs, study, arm, steps)
         if rate is not None:
-            found = [kept(runs, Arm(study, arm, rate, steps), seed, make=False) for seed in s.seeds]
+            found = [kept(runs, Arm(study, arm, rate, steps), seed, make=False) for seed in seeds]
             if all(found):
                 complete[arm] = [run for run in found if run is not None]
     if BASE not in complete:
@@ -295,7 +296,7 @@ def report(runs: KeptRuns, study: str, steps: int) -> None:
         return
     base = complete[BASE]
     parameters = base[0]["parameters"]
-    print(f"## {study}: {parameters:,} parameters, {steps} steps, {len(s.seeds)} seeds\n")
+    print(f"## {study}: {parameters:,} parameters, {steps} steps, {len(seeds)} seeds\n")
     titles = ("arm", "rate", f"{s.split} {s.metric}", "minus base", "% of base", "least % of a seed")
     titles = (*titles, "error of the exchange: first, half-way, last", "B a parameter between hosts", "within")
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
@@ -331,7 +332,7 @@ def main() -> None:
         steps = options.steps or int(next(text for text in s.sets if text.startswith("steps=")).partition("=")[2])
         arms = [arm for arm in s.arms if options.arms is None or arm in options.arms]
         if options.what == "report":
-            report(runs, study, steps)
+            report(runs, study, steps, options.seeds or s.seeds)
         elif options.what == "tune":
             for arm in arms if s.own_rates else [BASE]:
                 trials(runs, study, arm, steps, make=True)

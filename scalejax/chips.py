@@ -10,6 +10,7 @@ Sources, by the marks in the table:
   [jax]  `pltpu.get_tpu_info()` of jax 0.10.2 (per TensorCore there); a test compares the table with it.
   [libtpu] "exceeds available HBM" of libtpu 0.0.42.1, per device; a test compares the table with it.
   [h100] [h200] NVIDIA data sheets of the SXM parts, dense (no sparsity), NVLink 4: 18 links of 25 GB/s per direction.
+  [h800] The H100 for China: 400 GB/s both ways of NVLink, else the same where float64 is not concerned.
   [a100] NVIDIA A100 data sheet, SXM parts of 40 and 80 GB, dense; NVLink 3: 12 links of 25 GB/s per direction.
 """
 
@@ -176,6 +177,12 @@ H200 = dataclasses.replace(
     usable_hbm_bytes=141 * 10**9,
     hbm_bytes_per_s=4.8e12,  # [h200]
 )
+H800 = dataclasses.replace(
+    H100,
+    name="h800",
+    device_kind="NVIDIA H800",
+    link_bytes_per_s=200e9,  # [h800]
+)
 
 A100_40GB = Chip(
     name="a100-40gb",
@@ -199,7 +206,7 @@ A100_80GB = dataclasses.replace(
     hbm_bytes_per_s=2039e9,  # [a100]
 )
 
-GPUS = {chip.name: chip for chip in (A100_40GB, A100_80GB, H100, H200)}
+GPUS = {chip.name: chip for chip in (A100_40GB, A100_80GB, H100, H200, H800)}
 """GPUs by name."""
 
 TPUS = {chip.name: chip for chip in (V5E, V5P, V6E, TPU7X)}
