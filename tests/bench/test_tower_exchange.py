@@ -1,10 +1,11 @@
 """The script that measures exchanges over slow links, in its smallest form; what it leaves behind; what it found."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,18 +22,16 @@ pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="runs
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("tower_exchange", ROOT / "benchmarks" / "tower_exchange.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tower_exchange"] = module  # dataclasses look their module up here
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield importlib.import_module("tower_exchange")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
 
 
 @pytest.fixture
 def permitted(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "Linux alone has namespaces" if sys.platform != "linux" else script.not_permitted()
+    reason = "Linux alone has namespaces" if sys.platform != "linux" else script.slow_links.not_permitted()
     if reason is not None:
         pytest.skip(f"network namespaces with limited links: {reason}")
     monkeypatch.delenv("XLA_FLAGS")  # bits of two programs are compared, as users compile them
@@ -96,7 +95,7 @@ def test_everything_ends_with_the_script_however_it_ends(permitted: None) -> Non
 def test_without_namespaces_it_says_why_and_gives_bytes_over_rate(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(script.shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
     script.main(["--hosts", "2", "--mbit", "100", "--examples", "256"])
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "Network namespaces with limited links are not permitted here: tc not found."
