@@ -43,9 +43,9 @@ def test_rates_are_tried_once_and_the_best_is_taken_for_pairs(
         return {"scores": {"loss": loss}, "errors": [], "sent": {"between": 600.0, "within": 0.0}, "parameters": 100}
 
     monkeypatch.setattr(effect, "train", train)
-    command = ["compression_effect.py", "--runs", str(tmp_path / "runs.jsonl"), "--studies", "sdp4bit"]
+    common = ["--runs", str(tmp_path / "runs.jsonl"), "--studies", "sdp4bit"]
     for what in (["tune"], ["run", "--arms", "base", "qW"], ["run", "--arms", "base"], ["report"]):
-        monkeypatch.setattr(sys, "argv", [*command, *what])
+        monkeypatch.setattr(sys, "argv", ["compression_effect.py", *what, *common])
         effect.main()
     trials = [("base", rate, effect.TUNING_SEED) for rate in (1.5e-3, 3e-3, 6e-3)]
     assert made == trials + [(arm, 3e-3, seed) for seed in (1, 2, 3, 4, 5) for arm in ("base", "qW")]
