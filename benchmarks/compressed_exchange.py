@@ -139,11 +139,9 @@ def jax_runs(task: Task, host: int) -> tuple[slow_links.Runs, Any]:
     mesh = make_mesh(MeshShape(replica=task.hosts, fsdp=1))
     axis, rows = "replica", P("replica")
 
-    def placed(spec: P, x: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda index: x[index[1:]][None])
-
     own = np.random.default_rng(host).standard_t(3, (task.side, task.side)).astype(np.float32)
-    gradient = placed(rows, own, (task.hosts, *own.shape))
+    given = (task.hosts, *own.shape)
+    gradient = jax.make_array_from_callback(given, NamedSharding(mesh, rows), lambda _: own[None])
     mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     key = jax.random.key(0)
 
@@ -209,11 +207,11 @@ def jax_runs(task: Task, host: int) -> tuple[slow_links.Runs, Any]:
 
 def torch_runs(task: Task, host: int) -> tuple[slow_links.Runs, Any]:
     """The same of torch."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-    from torch.nn.parallel import DistributedDataParallel
+    import torch  # pyright: ignore[reportMissingImports]
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports]
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # pyright: ignore[reportMissingImports]
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power  # pyright: ignore[reportMissingImports]
+    from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -221,7 +219,7 @@ def torch_runs(task: Task, host: int) -> tuple[slow_links.Runs, Any]:
     )
     own = torch.randn(task.side, task.side, generator=torch.Generator().manual_seed(host))
 
-    class Weights(torch.nn.Module):
+    class Weights(torch.nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         def __init__(self) -> None:
             super().__init__()
             self.w = torch.nn.Parameter(torch.zeros(task.side, task.side))

@@ -182,7 +182,8 @@ class Compiled(NamedTuple):
 def compiled(arm: Arm) -> Compiled:
     program = _bound(experiment_of(arm))
     function, arguments = program.repeated_step()
-    step = function.trace(*arguments).lower().compile(program.compiler_options)  # pyright: ignore[reportAttributeAccessIssue]
+    options: Any = program.compiler_options
+    step = function.trace(*arguments).lower().compile(options)
     sent = {"between": 0.0, "within": 0.0}
     for c in explain_sharding(step, program.mesh):
         sent["between" if "replica" in c.axes else "within"] += c.minimum_bytes

@@ -62,8 +62,8 @@ def run(hosts: int, mbit: float, program: Sequence[str], variables: Mapping[str,
       variables: Of its environment, beside this one's.
     """
     command = [*namespaces(), sys.executable, __file__, str(hosts), f"{mbit:g}", *program]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env={**os.environ, **variables}, **pipes) as process:
+    pipe, environment = subprocess.PIPE, {**os.environ, **variables}
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) as process:
         try:
             lines = [line.decode().strip() for line in _pipe(process.stdout)]
         finally:
