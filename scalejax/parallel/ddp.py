@@ -13,6 +13,7 @@ Also here: making replicas equal at the start, and finding out whether they stil
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -24,12 +25,14 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.parallel import links
 from scalejax.parallel.compression import two_way
 from scalejax.parallel.compression.two_way import Compression
 from scalejax.parallel.gradients.blocks import (
     Accumulate,
     Arrays,
     DTypeName,
+    ExplicitForm,
     ParamExchange,
     ParamLayout,
     Stateless,
@@ -39,6 +42,8 @@ from scalejax.parallel.gradients.blocks import (
     check_dtypes,
     summable,
 )
+from scalejax.parallel.gradients.scaling import all_finite
+from scalejax.parallel.links import SLOW_AXIS, SentBytes
 
 if TYPE_CHECKING:
     from jax import Array
@@ -51,7 +56,7 @@ _BUCKET = "bucket {}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ddp:
+class Ddp(ExplicitForm):
     """A strategy: whole parameters on every device, gradients summed in buckets. Always in the explicit form.
 
     Attributes:
@@ -78,16 +83,6 @@ class Ddp:
         check_dtypes(
             "Ddp", param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, output_dtype=self.output_dtype
         )
-
-    @property
-    def form(self) -> Literal["explicit"]:
-        """Buckets are collectives that a program states itself."""
-        return "explicit"
-
-    @property
-    def after_forward(self) -> Literal["keep"]:
-        """Nothing is gathered, so there is nothing to drop."""
-        return "keep"
 
     @property
     def remembers(self) -> str:
@@ -185,15 +180,24 @@ class CompressedBuckets:
     def reduce(self, gradients: Arrays, state: States, kept: object) -> tuple[Arrays, States]:
         raise AssertionError("compressed gradients are reduced once a step")
 
-    def reduce_once(self, gradients: Arrays, state: States, context: StepContext | None) -> tuple[Arrays, States]:
+    def reduce_once(
+        self, gradients: Arrays, state: States, context: StepContext | None
+    ) -> tuple[Arrays, States, jax.Array | None]:
         slow, fast = self._axes()
+        if self.compression.momentum and not slow:
+            raise UserError(
+                f"Ddp: compression.momentum={self.compression.momentum} is part of what travels between indices of "
+                f"{SLOW_AXIS!r}, and the mesh has one. Set --set strategy.compression.momentum=0 and give the "
+                f"optimizer momentum, or --set placement.mesh.{SLOW_AXIS}=N."
+            )
         large = self._buckets(gradients) if slow else ()
         travelling = {path for bucket in large for path in bucket}
         reduced, _ = self.plain.reduce({path: g for path, g in gradients.items() if path not in travelling}, {}, None)
         new: States = {}
+        left_out = None if context is None or context.measure is None else jnp.float32(0)
         for number, bucket in enumerate(large):
             name, own = _BUCKET.format(number), {path: gradients[path] for path in bucket}
-            total, new[name] = two_way.reduced(
+            total, new[name], missed = two_way.reduced(
                 self.compression,
                 two_way.flat(own),
                 state.get(name, {}),
@@ -203,7 +207,12 @@ class CompressedBuckets:
                 number=number,
             )
             reduced |= two_way.apart(total, own)
-        return {path: reduced[path] for path in gradients}, {**state, **{name: x for name, x in new.items() if x}}
+            left_out = jax.tree.map(jnp.add, left_out, missed)
+        # A step with a gradient that is not finite is none, whichever gradient that is.
+        shared = [g for path, g in reduced.items() if not self.plain.layouts[path].apart]
+        finite = all_finite(shared)
+        new = {name: jax.tree.map(functools.partial(jnp.where, finite), x, state[name]) for name, x in new.items() if x}
+        return {path: reduced[path] for path in gradients}, {**state, **new}, left_out
 
     def init(self, shards: Arrays) -> States:
         slow, fast = self._axes()
@@ -231,11 +240,42 @@ class CompressedBuckets:
         hosts = math.prod(sizes[axis] for axis in slow)
         return two_way.resized(state, hosts, math.prod(sizes.values()) // hosts)
 
+    def remembered(self, params: Arrays, state: States, gradient_norm: jax.Array) -> jax.Array:
+        del params
+        return two_way.remembered(state) / gradient_norm
+
+    def remarks(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> tuple[str, ...]:
+        if not self.plain.axes:
+            return ("Ddp: there is one device, so that nothing travels and nothing is compressed.",)
+        said = links.described("Ddp", self.sent(params, sizes))
+        if self._axes()[0]:
+            return (said,)
+        return (
+            f"Ddp: gradients are compressed between indices of {SLOW_AXIS}, and the mesh has one: they are summed as "
+            f"they are. Set --set placement.mesh.{SLOW_AXIS}=N where links between hosts are slow.",
+            said,
+        )
+
+    def sent(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> dict[str, SentBytes]:
+        slow, _ = self._axes()
+        large = self._buckets(params) if slow else ()
+        travelling = {path for bucket in large for path in bucket}
+        total = SentBytes()
+        for path, x in params.items():
+            if path not in travelling:
+                axes = tuple(axis for axis in self.plain.axes if axis not in self.plain.layouts[path].apart)
+                size = x.size * jnp.dtype(self.plain.reduce_dtype or x.dtype).itemsize
+                total += links.sent("all-reduce", size, *links.levels(axes, sizes))
+        levels = links.levels(self.plain.axes, sizes)
+        for bucket in large:
+            total += two_way.sent(self.compression, sum(params[path].size for path in bucket), *levels)
+        return {"gradients": total}
+
     def _axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Those over which gradients are compressed, and those over which they are summed before."""
         return _slow_and_fast(self.plain.axes)
 
-    def _buckets(self, arrays: Arrays) -> tuple[tuple[str, ...], ...]:
+    def _buckets(self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> tuple[tuple[str, ...], ...]:
         """By path, so that what is remembered does not hang on the order in which a model fetches its parameters."""
         large = {
             path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.float32)
@@ -246,8 +286,7 @@ class CompressedBuckets:
 
 
 def _slow_and_fast(axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    slow = (two_way.SLOW_AXIS,) if two_way.SLOW_AXIS in axes else axes
-    return slow, tuple(axis for axis in axes if axis not in slow)
+    return tuple(axis for axis in axes if axis == SLOW_AXIS), tuple(axis for axis in axes if axis != SLOW_AXIS)
 
 
 def buckets(arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) -> tuple[tuple[str, ...], ...]:

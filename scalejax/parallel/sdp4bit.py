@@ -30,10 +30,12 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.kernels import group_quantize
 from scalejax.kernels.group_quantize import IntGroups
-from scalejax.parallel.compression.two_way import SLOW_AXIS
+from scalejax.parallel import links
 from scalejax.parallel.ddp import MIB, buckets
 from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.blocks import Arrays, DTypeName, ParamLayout, States, StepContext, WholeCopy, axes_of
+from scalejax.parallel.gradients.scaling import global_norm
+from scalejax.parallel.links import SLOW_AXIS, SentBytes
 from scalejax.parallel.mesh import BATCH_AXES
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ Bits = Literal[4, 8, 32]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sdp4Bit:
+class Sdp4Bit(blocks.ExplicitForm):
     """A strategy. Always in the explicit form; gradients of several parts are added up before they travel, once a step.
 
     Attributes:
@@ -110,24 +112,15 @@ class Sdp4Bit:
         return None if bits == 32 else IntGroups(bits=bits, size=size)
 
     @property
-    def form(self) -> Literal["explicit"]:
-        """Exchanges are collectives that a program states itself."""
-        return "explicit"
-
-    @property
-    def after_forward(self) -> Literal["keep"]:
-        """Nothing is gathered in a step of the model, so there is nothing to drop."""
-        return "keep"
-
-    @property
     def accumulate(self) -> Literal["local"]:
         """Sums of all parts travel, once a step: rounding each part would add as much noise for each."""
         return "local"
 
     @property
     def remembers(self) -> str:
-        """What the state of the exchange is of; a run goes on with no other."""
-        return type(self).__name__
+        """What the state of the exchange is of; a run goes on with no other. Gradients leave nothing behind."""
+        how = "" if self.weights == "plain" else f" of {self.weight_bits} bits in groups of {self.weight_group}"
+        return f"Sdp4Bit weights={self.weights}{how}"
 
     @property
     def reduces(self) -> Literal["step"]:
@@ -156,7 +149,7 @@ class Sdp4Bit:
             )
         for path, spec in specs.items():
             named = [tuple(a for a in axes_of(entry) if mesh.shape[a] > 1) for entry in spec]
-            beside = sorted({axis for axes in named for axis in axes if axis not in (*BATCH_AXES, "stage")})
+            beside = sorted({axis for axes in named for axis in axes if axis not in BATCH_AXES})
             if beside:
                 stated = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in beside)
                 raise UserError(
@@ -194,27 +187,38 @@ class Sdp4BitExchange:
     def reduce(self, gradients: Arrays, state: States, kept: object) -> tuple[Arrays, States]:
         raise AssertionError("Sdp4Bit reduces once a step")
 
-    def reduce_once(self, gradients: Arrays, state: States, context: StepContext | None) -> tuple[Arrays, States]:
+    def reduce_once(
+        self, gradients: Arrays, state: States, context: StepContext | None
+    ) -> tuple[Arrays, States, jax.Array | None]:
         cut = self._by_axes(gradients) if self.strategy.gradients != "plain" else {}
         quantized = [(axes, {path: gradients[path] for path in paths}) for axes, paths in cut.items()]
         travelling = {path for _, part in quantized for path in part}
         reduced, _ = self.plain.reduce({path: g for path, g in gradients.items() if path not in travelling}, {}, None)
+        left_out = None if context is None or context.measure is None else jnp.float32(0)
         for axes, part in quantized:
             by_bits = functools.partial(self._reduced, axes, context)
             if not self.strategy.gradients_from_step:
-                reduced |= by_bits(part)
-                continue
-            if context is None:
+                found, missed = by_bits(part)
+            elif context is None:
                 raise _no_context("gradients_from_step")
-            reduced |= jax.lax.cond(
-                context.step < self.strategy.gradients_from_step,
-                lambda part: self.plain.reduce(part, {}, None)[0],
-                by_bits,
-                part,
-            )
-        return {path: reduced[path] for path in gradients}, state
+            else:
+                found, missed = jax.lax.cond(
+                    context.step < self.strategy.gradients_from_step,
+                    lambda part: (self.plain.reduce(part, {}, None)[0], jax.tree.map(jnp.zeros_like, left_out)),
+                    by_bits,
+                    part,
+                )
+            reduced |= found
+            left_out = jax.tree.map(jnp.add, left_out, missed)
+        return {path: reduced[path] for path in gradients}, state, left_out
 
     def init(self, shards: Arrays) -> States:
+        for path, x in shards.items():
+            if x.dtype == jnp.float64 and (self.strategy.weights, self.strategy.gradients) != ("plain", "plain"):
+                raise UserError(
+                    f"Sdp4Bit: what is quantized is float32, and {path!r} is float64. Set --set "
+                    "precision.params=float32, or weights=plain and gradients=plain."
+                )
         return {path: WholeCopy(x) for path, x in self.plain.gather(shards, {})[0].items()}
 
     def after_update(self, shards: Arrays, state: States, context: StepContext | None) -> States:
@@ -240,6 +244,68 @@ class Sdp4BitExchange:
         del path, sizes  # one copy for all devices
         return state
 
+    def remembered(self, params: Arrays, state: States, gradient_norm: jax.Array) -> jax.Array:
+        del gradient_norm  # an error of parameters
+        masters = {path: params[path].astype(jnp.float32) for path in state}
+        missed = {path: x - state[path].value.astype(jnp.float32) for path, x in masters.items()}
+        return global_norm(missed) / global_norm(masters)
+
+    def remarks(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> tuple[str, ...]:
+        if not self.plain.axes:
+            return ("Sdp4Bit: there is one device, so that nothing travels; the model computes with its copy.",)
+        return (links.described("Sdp4Bit", self.sent(params, sizes)),)
+
+    def sent(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> dict[str, SentBytes]:
+        cut, all_axes = self._by_axes(params), self.plain.axes
+        whole = sum(4 * x.size for path, x in params.items() if not self.plain.layouts[path].sharded)
+        gradients = links.sent("all-reduce", whole, *links.levels(all_axes, sizes))
+        weights = SentBytes()
+        for axes, paths in cut.items():
+            count = math.prod(sizes[axis] for axis in axes)
+            rest = links.levels(tuple(axis for axis in all_axes if axis not in axes), sizes)
+            for bucket in buckets({path: params[path] for path in paths}, self.strategy.bucket_bytes):
+                values = sum(params[path].size for path in bucket) // count
+                there, shard = self._sent_gradients(axes, values, sizes)
+                gradients += there + links.sent("all-reduce", 4 * shard, *rest)
+                weights += self._sent_weights(axes, values, sizes)
+        return {"gradients": gradients, "weights": weights}
+
+    def _sent_gradients(self, axes: tuple[str, ...], values: int, sizes: Mapping[str, int]) -> tuple[SentBytes, int]:
+        """Bytes for a bucket of so many values a shard, and values of a shard with what fills groups up."""
+        s, (hosts, local) = self.strategy, links.levels(axes, sizes)
+        if s.gradients == "plain":
+            return links.sent("reduce-scatter", 4 * values * hosts * local, hosts, local), values
+        self._check_levels(axes)
+        two = s.gradients == "two_level"
+        first, second = s.format("fast") if two else None, s.format("slow")
+        multiple = math.lcm(*(f.size for f in (first, second) if f is not None), group_quantize.TRANSFORM)
+        shard = -(-values // multiple) * multiple
+        payload = hosts * local * shard
+        if not two:
+            return links.sent("all-to-all", payload * _bytes(second), hosts, local), shard
+        fast = links.sent("all-to-all", payload * _bytes(first), 1, local)
+        return fast + links.sent("all-to-all", payload / local * _bytes(second), hosts, 1), shard
+
+    def _sent_weights(self, axes: tuple[str, ...], values: int, sizes: Mapping[str, int]) -> SentBytes:
+        s, (hosts, local) = self.strategy, links.levels(axes, sizes)
+        format = s.format("weight")
+        if s.weights == "plain":
+            size = values * jnp.dtype(s.param_dtype or jnp.float32).itemsize
+        else:
+            multiple = 1 if format is None else format.size
+            size = -(-values // multiple) * multiple * _bytes(format)
+        return links.sent("all-gather", hosts * local * size, hosts, local)
+
+    def _check_levels(self, axes: tuple[str, ...]) -> None:
+        """Refuses two levels on a mesh that has one."""
+        if self.strategy.gradients == "two_level" and not (SLOW_AXIS in axes and len(axes) > 1):
+            stated = "+".join(axes)
+            raise UserError(
+                f"Sdp4Bit: gradients='two_level' needs several indices of {SLOW_AXIS!r} and several "
+                f"devices in each; this mesh cuts data over {stated} alone. Set --set placement.mesh.{SLOW_AXIS}=N "
+                "beside fsdp, or --set strategy.gradients=one_level."
+            )
+
     def _by_axes(self, paths: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
         """Those that are sharded, by the axes over which they are."""
         found: dict[tuple[str, ...], list[str]] = {}
@@ -248,16 +314,12 @@ class Sdp4BitExchange:
                 found.setdefault(sharded[0][1], []).append(path)
         return found
 
-    def _reduced(self, axes: tuple[str, ...], context: StepContext | None, gradients: Arrays) -> Arrays:
-        """Shards of the sums over devices."""
-        s, reduced = self.strategy, {}
-        if s.gradients == "two_level" and not (SLOW_AXIS in axes and len(axes) > 1):
-            stated = "+".join(axes)
-            raise UserError(
-                f"Sdp4Bit: gradients='two_level' needs several indices of {SLOW_AXIS!r} and several "
-                f"devices in each; this mesh cuts data over {stated} alone. Set --set placement.mesh.{SLOW_AXIS}=N "
-                "beside fsdp, or --set strategy.gradients=one_level."
-            )
+    def _reduced(
+        self, axes: tuple[str, ...], context: StepContext | None, gradients: Arrays
+    ) -> tuple[Arrays, jax.Array | None]:
+        """Shards of the sums over devices, and the squares of what rounding left out, if this is measured."""
+        s, reduced, left_out = self.strategy, {}, []
+        self._check_levels(axes)
         slow = (SLOW_AXIS,) if s.gradients == "two_level" else axes
         fast = tuple(axis for axis in axes if axis not in slow)
         first, second = s.format("fast") if fast else None, s.format("slow")
@@ -272,14 +334,29 @@ class Sdp4BitExchange:
             if fast:
                 # Rows of one slow index stay together, and shards arrive where they belong.
                 x = x.reshape(_size(slow), _size(fast), -1).swapaxes(0, 1).reshape(_size(fast), -1)
+                left_out.append(self._left_out(context, x, first, seeds))
                 x = _hop(x, fast, first, seeds).reshape(_size(slow), -1)
                 seeds = self._seeds(context, axes, 2 * number + 1, second)
+            left_out.append(self._left_out(context, x, second, seeds))
             x = _hop(x, slow, second, seeds)
             if s.transform == "hadamard":
                 x = group_quantize.hadamard(x) / group_quantize.TRANSFORM
             x = jax.lax.psum(x, rest) if rest else x
             reduced |= flat.shards(x[: flat.length])
-        return reduced
+        return reduced, jax.tree.map(lambda *squares: sum(squares), *left_out)
+
+    def _left_out(
+        self, context: StepContext | None, x: jax.Array, format: IntGroups | None, seed: jax.Array | None
+    ) -> jax.Array | None:
+        """float32[]: the squares of what rounding leaves out of x, in units of gradients; None = not measured."""
+        if context is None or context.measure is None:
+            return None
+        if format is None:
+            return jnp.float32(0)
+        squares = context.left_out(
+            x, lambda: group_quantize.dequantize(group_quantize.quantize(x, format, seed), format)
+        )
+        return squares / (group_quantize.TRANSFORM if self.strategy.transform == "hadamard" else 1)  # H H = 32 I
 
     def _updated(self, axes: tuple[str, ...], shards: Arrays, state: States, context: StepContext | None) -> Arrays:
         """The copies after the owners' messages."""
@@ -394,6 +471,11 @@ def _hop(x: jax.Array, axes: tuple[str, ...], format: IntGroups | None, seed: ja
     # One after the other: the order is that of devices, and one decoded row exists at a time.
     total, _ = jax.lax.scan(lambda total, row: (total + decode(row), None), decode(arrived[0]), arrived[1:])
     return total
+
+
+def _bytes(format: IntGroups | None) -> float:
+    """Of a value; None = as float32."""
+    return 4.0 if format is None else format.bytes_per_value
 
 
 def _size(axes: tuple[str, ...]) -> int:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from scalejax.errors import UserError
-from scalejax.parallel.compression import codec
+from scalejax.parallel.compression import arrivals, codec
 from scalejax.parallel.compression.wire_formats import WireFormat
 from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.blocks import Arrays, States
@@ -82,11 +82,7 @@ class QuantizedExchange(blocks.Stateless):
         sent = codec.encode(first.reshape(count, -1), self.reduce_format)
         arrived = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)  # row r from device r
         decoded = functools.partial(codec.decode, format=self.reduce_format, length=math.prod(shape))
-        # One after the other: the order is that of devices, and one decoded piece exists at a time.
-        total, _ = jax.lax.scan(
-            lambda total, data: (total + decoded(data), None), jnp.zeros(math.prod(shape), jnp.float32), arrived
-        )
-        total = jnp.moveaxis(total.reshape(shape), 0, dim)
+        total = jnp.moveaxis(arrivals.summed(arrived, decoded).reshape(shape), 0, dim)
         rest = tuple(a for a in self.plain.axes if a not in axes and a not in self.plain.layouts[path].apart)
         return jax.lax.psum(total, rest) if rest else total
 

@@ -32,6 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.parallel import links
+from scalejax.parallel.compression import arrivals
 from scalejax.parallel.compression.compressors import (
     Blocks,
     Compressor,
@@ -40,17 +42,19 @@ from scalejax.parallel.compression.compressors import (
     LinearDithering,
     NaturalDithering,
     OneBit,
+    Payload,
     RandomKEntries,
     TopKEntries,
 )
 from scalejax.parallel.gradients.blocks import Arrays, StepContext
+from scalejax.parallel.gradients.scaling import global_norm
+from scalejax.parallel.links import SentBytes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
+_METHODS = ("traits", "check", "payload_bytes", "encode", "decode")
 KnownCompressor = Identity | Fp16 | OneBit | TopKEntries | RandomKEntries | LinearDithering | NaturalDithering | Blocks
-SLOW_AXIS = "replica"
-"""The mesh axis between whose indices links are slow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,14 @@ class Compression:
         check_one_of("Compression: double_momentum", self.double_momentum, ("refuse", "allow"))
         check_at_least("Compression: plain_below", self.plain_below, 0)
         check_at_least("Compression: bucket_bytes", self.bucket_bytes, 1)
+        for field, compressor in (("compressor", self.compressor), ("owner", self.owner)):
+            lacking = [name for name in _METHODS if not hasattr(compressor, name)]
+            if compressor is not None and (lacking or isinstance(compressor, type)):
+                lacks = f"it has no {', '.join(lacking)}" if lacking else "it is a class"
+                raise UserError(
+                    f"Compression: {field} must be a compressor, such as OneBit() or TopKEntries(k=0.01); got "
+                    f"{compressor!r}: {lacks}. `compressors.protocol.Compressor` says what one of yours needs."
+                )
         if not 0 <= self.momentum < 1:
             raise UserError(f"Compression: momentum must be in [0, 1); got {self.momentum}.")
 
@@ -135,6 +147,8 @@ def initial(compression: Compression, values: int, hosts: int, local: int) -> St
         )
     state: State = {}
     chunks = Chunks.of(values, hosts, local)
+    for each in (compression.compressor, compression.of_owners):
+        each.check(chunks.size)
     if compression.error_feedback != "none":
         state |= {"worker": jnp.zeros((chunks.hosts, chunks.size)), "owner": jnp.zeros(chunks.size)}
     if compression.momentum:
@@ -152,10 +166,11 @@ def reduced(
     fast: tuple[str, ...],
     context: StepContext | None,
     number: int = 0,
-) -> tuple[jax.Array, State]:
+) -> tuple[jax.Array, State, jax.Array | None]:
     """The sum of a bucket over devices, and what this one remembers; inside a shard_map over both kinds of axes.
 
-    Where a gradient of any device is not finite the sum is NaN on all, and what they remember stays.
+    Where a gradient of any device is not finite, or becomes NaN on its way, the sum is NaN on all, and what they
+    remember stays.
 
     Args:
       compression: How.
@@ -165,11 +180,13 @@ def reduced(
       fast: Axes over which gradients are summed as they are, before.
       context: Of the step; None where nothing is drawn and errors are not corrected.
       number: Of the bucket.
+
+    Returns:
+      float32[n], the next state, and the squares of what this device left out of its two messages, or None where that
+      is not measured.
     """
     n, hosts, local = gradient.shape[0], _size(slow), _size(fast)
     chunks = Chunks.of(n, hosts, local)
-    for compressor in (compression.compressor, compression.of_owners):
-        compressor.check(chunks.size)
     part = jnp.pad(gradient, (0, chunks.values - n)).reshape(local, hosts * chunks.size)
     part = jax.lax.psum_scatter(part, fast, scatter_dimension=0) if fast else part[0]
     rows, new = part.reshape(hosts, chunks.size), dict(state)
@@ -179,28 +196,29 @@ def reduced(
         rows = rows + compression.momentum * new["momentum"]
     factor = _correction(compression, context)
     keys = _keys(compression, context, number, (*slow, *fast))
+    given = rows
     if "worker" in state:
         rows = rows + factor * state["worker"]
     payload = compression.compressor.encode(rows, keys[0])
     if "worker" in state:
         new["worker"] = rows - compression.compressor.decode(payload, chunks.size, keys[0])
+    left_out = [_left_out(context, given, compression.compressor, payload, keys[0])]
     arrived = jax.tree.map(lambda x: jax.lax.all_to_all(x, slow, 0, 0, tiled=True), payload)
-    # One after the other: the order is that of devices, and one decoded row exists at a time.
-    total, _ = jax.lax.scan(
-        lambda total, row: (total + _decode_row(compression.compressor, row, chunks.size, keys[0]), None),
-        _decode_row(compression.compressor, jax.tree.map(lambda x: x[0], arrived), chunks.size, keys[0]),
-        jax.tree.map(lambda x: x[1:], arrived),
-    )
+    total = given = arrivals.summed(arrived, lambda row: _decode_row(compression.compressor, row, chunks.size, keys[0]))
     if "owner" in state:
         total = total + factor * state["owner"]
     payload = compression.of_owners.encode(total[None], keys[1])
     if "owner" in state:
         new["owner"] = total - compression.of_owners.decode(payload, chunks.size, keys[1])[0]
+    left_out.append(_left_out(context, given[None], compression.of_owners, payload, keys[1]))
     gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, slow, axis=0, tiled=True), payload)
     whole = compression.of_owners.decode(gathered, chunks.size, keys[1]).ravel()
     whole = jax.lax.all_gather(whole, fast, axis=0, tiled=True) if fast else whole
+    # What all devices have is finite on all or on none.
+    finite = finite & jnp.isfinite(whole).all()
     new = {name: jnp.where(finite, x, state[name]) for name, x in new.items()}
-    return jnp.where(finite, whole[:n], jnp.nan), new
+    left_out = jax.tree.map(lambda *squares: sum(squares), *left_out)
+    return jnp.where(finite, whole[:n], jnp.nan), new, left_out
 
 
 def resized(state: Mapping[str, np.ndarray], hosts: int, local: int) -> dict[str, np.ndarray]:
@@ -234,11 +252,27 @@ def resized(state: Mapping[str, np.ndarray], hosts: int, local: int) -> dict[str
     return {name: x.astype(state[name].dtype) for name, x in found.items()}
 
 
-def compressed_bytes(compression: Compression, values: int, hosts: int, local: int) -> tuple[int, int]:
-    """Bytes that a device sends of a bucket over slow links, to owners and back to workers."""
+def remembered(state: Mapping[str, State]) -> jax.Array:
+    """float32[]: the norm of all errors of workers and owners, of states [devices, ...] by bucket."""
+    return global_norm([own[name] for own in state.values() for name in ("worker", "owner") if name in own])
+
+
+def sent(compression: Compression, values: int, hosts: int, local: int) -> SentBytes:
+    """Bytes that a device sends of a bucket: between hosts to owners and back, and within hosts before and after."""
     chunks = Chunks.of(values, hosts, local)
-    there = (hosts - 1) * compression.compressor.payload_bytes(chunks.size)
-    return there, (hosts - 1) * compression.of_owners.payload_bytes(chunks.size)
+    there, back = (each.payload_bytes(chunks.size) for each in (compression.compressor, compression.of_owners))
+    compressed = links.sent("all-to-all", hosts * there, hosts, 1) + links.sent("all-gather", hosts * back, hosts, 1)
+    scattered, gathered = (links.sent(kind, 4 * chunks.values, 1, local) for kind in ("reduce-scatter", "all-gather"))
+    return scattered + compressed + gathered
+
+
+def _left_out(
+    context: StepContext | None, given: jax.Array, compressor: Compressor, payload: Payload, key: jax.Array | None
+) -> jax.Array | None:
+    """float32[]: the squares of what a message lacks of what was to be sent, or has too much; None = not measured."""
+    if context is None or context.measure is None:
+        return None
+    return context.left_out(given, lambda: compressor.decode(payload, given.shape[1], key))
 
 
 def _decode_row(compressor: Compressor, row: Mapping[str, jax.Array], n: int, key: jax.Array | None) -> jax.Array:
@@ -349,7 +383,7 @@ class GradientReduction:
         if key is not None or rate_ratio is not None:
             ratio = None if rate_ratio is None else jnp.asarray(rate_ratio, jnp.float32)
             context = StepContext(jnp.int32(0), jax.random.key(0) if key is None else key, ratio)
-        total, state = reduced(
+        total, state, _ = reduced(
             self.compression,
             flat(named) / (_size(self.slow) * _size(self.fast)),
             {name: x[0] for name, x in state.items()},

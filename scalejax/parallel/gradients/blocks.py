@@ -55,7 +55,7 @@ An exchange of one's own, whose gradients travel in bfloat16, on whatever device
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax import compat
 from scalejax.errors import UserError
+from scalejax.parallel.links import SentBytes
 from scalejax.parallel.mesh import BATCH_AXES
 
 if TYPE_CHECKING:
@@ -117,11 +118,27 @@ class StepContext:
       step: int32[], steps of the optimizer before this one.
       key: PRNG key of this step, the same on all devices.
       rate_ratio: float32[], the learning rate of the step before over that of this one; None = there is not one.
+      measure: bool[], whether this step measures what its exchange leaves out; None = no step does.
     """
 
     step: jax.Array
     key: jax.Array
     rate_ratio: jax.Array | None = None
+    measure: jax.Array | None = None
+
+    def left_out(self, given: jax.Array, sent: Callable[[], jax.Array]) -> jax.Array:
+        """float32[]: the sum of squares of `sent()` - `given`, 0 in steps that do not measure; with `measure` alone.
+
+        It is computed anew from what is there anyway, in a branch of its own: other steps pay nothing, and the bits of
+        a step do not depend on whether it measures.
+
+        Args:
+          given: float32[...], what this device had to send.
+          sent: What the others make of what it sends.
+        """
+        assert self.measure is not None
+        missed = lambda: jnp.square(sent() - given).sum()  # noqa: E731
+        return jax.lax.cond(self.measure, missed, lambda: jnp.float32(0))
 
 
 @jax.tree_util.register_dataclass
@@ -171,7 +188,9 @@ class ParamExchange(Protocol):
         """
         ...
 
-    def reduce_once(self, gradients: Arrays, state: States, context: "StepContext | None") -> tuple[Arrays, States]:
+    def reduce_once(
+        self, gradients: Arrays, state: States, context: "StepContext | None"
+    ) -> tuple[Arrays, States, jax.Array | None]:
         """As `reduce`, of gradients that were added up over all parts of a step: once a step, outside of any scan.
 
         Called in place of `reduce` where the strategy says so (`reduces`).
@@ -180,6 +199,10 @@ class ParamExchange(Protocol):
           gradients: {path: gradient of the whole parameter}, all layers of a scanned block along a first axis.
           state: Of all paths.
           context: None where the caller gave no keys.
+
+        Returns:
+          What `reduce` does, and float32[]: the sum of squares of what this device left out of its messages, in units
+          of the gradients; None = nothing was measured.
         """
         ...
 
@@ -245,14 +268,59 @@ class ParamExchange(Protocol):
         ...
 
 
+@runtime_checkable
+class CompressedExchange(ParamExchange, Protocol):
+    """One that compresses what travels once a step, and says how much that is and what it leaves out."""
+
+    def remarks(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """What a user should know before the first step: bytes by level, or why nothing is compressed.
+
+        Args:
+          params: {path: the parameter, whole along the data axes}, of those that are trained.
+          sizes: Of all axes of the mesh.
+
+        Raises:
+          UserError: the mesh lacks a level that the strategy asks for.
+        """
+        ...
+
+    def sent(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> Mapping[str, SentBytes]:
+        """{what travels: bytes that a device sends a step}; arguments as `remarks`."""
+        ...
+
+    def remembered(self, params: Arrays, state: States, gradient_norm: jax.Array) -> jax.Array:
+        """float32[]: the norm of the errors that are remembered, over that of what they are errors of.
+
+        Args:
+          params: The master parameters.
+          state: {path: pytree of arrays [devices, ...], or of `WholeCopy`}.
+          gradient_norm: float[], of the gradient, in the units of the state.
+        """
+        ...
+
+
+class ExplicitForm:
+    """The part of a strategy that states its collectives itself and gathers nothing in a step of the model."""
+
+    @property
+    def form(self) -> Literal["explicit"]:
+        """Exchanges are collectives that a program states itself."""
+        return "explicit"
+
+    @property
+    def after_forward(self) -> Literal["keep"]:
+        """Nothing is gathered, so there is nothing to drop."""
+        return "keep"
+
+
 class Stateless:
     """The part of an `ParamExchange` that remembers nothing between steps."""
 
     def reduce_once(
         self: ParamExchange, gradients: Arrays, state: States, context: "StepContext | None"
-    ) -> tuple[Arrays, States]:
+    ) -> tuple[Arrays, States, None]:
         del context
-        return self.reduce(gradients, state, None)
+        return (*self.reduce(gradients, state, None), None)
 
     def init(self, shards: Arrays) -> States:
         del shards

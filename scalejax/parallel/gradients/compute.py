@@ -99,6 +99,8 @@ class LossAndGradients:
       inputs: The same of the inputs, laid out as they are.
       variables: What the model's variables became.
       exchange: What the exchange remembers from here on.
+      left_out: float32[], the sum over devices of the squares of what an exchange left out of its messages, in units of
+        the gradients, 0 in steps that do not measure it; None = it is not measured.
     """
 
     sum: jax.Array
@@ -109,6 +111,7 @@ class LossAndGradients:
     inputs: "PyTree"
     variables: Arrays
     exchange: States
+    left_out: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,6 +346,21 @@ class GradientFunction:
         """The exchange of these parameters, arrays or shapes."""
         return self.strategy.exchange(self._where(params), self._over + self.handled)
 
+    def compressed(self, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> blocks.CompressedExchange | None:
+        """The exchange of these parameters if it compresses once a step."""
+        scheme = self.scheme(params) if self.strategy.form == "explicit" else None
+        return scheme if isinstance(scheme, blocks.CompressedExchange) else None
+
+    def whole(self, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Trained parameters as a device has them once they are gathered: cut over the axes that the loss handles."""
+        found = {}
+        for path in (path for path in params if path in self.trained):
+            shape = list(params[path].shape)
+            for dim, entry in enumerate(self.specs[path]):
+                shape[dim] //= math.prod(self.mesh.shape[axis] for axis in axes_of(entry) if axis not in BATCH_AXES)
+            found[path] = jax.ShapeDtypeStruct(tuple(shape), params[path].dtype)
+        return found
+
     def _on_devices(self, function: Callable[[Arrays, States], States], params: Arrays, state: States) -> States:
         """`function` of what each device holds."""
 
@@ -429,15 +447,15 @@ class GradientFunction:
 
             found = self._in_parts(one, dataclasses.replace(own, exchange=state, keys=keys), cut, join)
             _check_fetched(fetch, params)
-            gradients, state = found.params, found.exchange
+            gradients, state, left_out = found.params, found.exchange, None
             if once:
                 fetched = {path: gradients[path] for path in fetch.order if path in gradients}
-                gradients, changed = scheme.reduce_once(fetched, state, context)
+                gradients, changed, left_out = scheme.reduce_once(fetched, state, context)
                 gradients = {path: g.astype(params[path].dtype) for path, g in gradients.items()}
                 state = blocks.changed_states(state, changed)
             total, weight, sums = found.sum, found.weight, found.sums
             if over + handled:
-                total, weight, sums = jax.lax.psum((total, weight, sums), over + handled)
+                total, weight, sums, left_out = jax.lax.psum((total, weight, sums, left_out), over + handled)
             outputs, inputs = found.outputs, found.inputs
             if handled:
                 # Stages that do not count hold zeros of these, so that a sum is the value of the one that does.
@@ -451,12 +469,13 @@ class GradientFunction:
                 inputs=inputs,
                 variables=found.variables,
                 exchange=blocks.of_devices(state),
+                left_out=left_out,
             )
 
         moving_specs: dict[str, PyTree[P]] = {"inputs": input_specs, "variables": held, "exchange": remembered}
         part_specs: dict[str, PyTree[P]] = {**moving_specs, "constants": P(), "batch": rows, "keys": P()}
         found_specs: dict[str, PyTree[P]] = {
-            **dict.fromkeys(("sum", "weight", "sums"), P()),
+            **dict.fromkeys(("sum", "weight", "sums", "left_out"), P()),
             "outputs": rows,
             "params": {path: inside[path] for path in inside if path in self.trained},
             **moving_specs,

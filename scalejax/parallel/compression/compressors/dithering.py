@@ -1,7 +1,7 @@
 """Levels under one scale a row, one of the two next to a value by chance so that it is right on average."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +16,24 @@ from scalejax.parallel.compression.compressors.protocol import Payload, Traits, 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearDithering:
-    """Levels -s to s, equally far apart: QSGD's quantizer.
+class _Dithering:
+    """What both have; `_MOST` and `_KIND` are theirs."""
 
-    Attributes:
-      levels: s, 1 to 32,767; a value takes as many bits as 2 s has.
-      scale: The value of level s: the largest magnitude ("max") or the Euclidean length ("l2") of the row.
-    """
-
+    _MOST: ClassVar[int]
+    _KIND: ClassVar[str]
     levels: int = 7
     scale: Literal["max", "l2"] = "max"
 
     def __post_init__(self) -> None:
-        _check("LinearDithering", self.levels, 2**15 - 1, self.scale)
+        owner = type(self).__name__
+        check_one_of(f"{owner}: scale", self.scale, ("max", "l2"))
+        if isinstance(self.levels, bool) or not isinstance(self.levels, int) or not 1 <= self.levels <= self._MOST:
+            raise UserError(f"{owner}: levels must be a whole number from 1 to {self._MOST}; got {self.levels!r}.")
 
     @property
     def traits(self) -> Traits:
         """Unbiased; each device with a key of its own."""
-        return Traits(f"linear dithering, {self.levels} levels, scale {self.scale}", "own", "unbiased")
+        return Traits(f"{self._KIND} dithering, {self.levels} levels, scale {self.scale}", "own", "unbiased")
 
     def check(self, n: int) -> None:
         """Refuses empty rows."""
@@ -42,6 +42,24 @@ class LinearDithering:
     def payload_bytes(self, n: int) -> int:
         """Bits of 2 s for each value, and four."""
         return streams.packed_bytes(n, (2 * self.levels).bit_length()) + 4
+
+    def _packed(self, level: jax.Array) -> jax.Array:
+        return streams.pack(level + self.levels, (2 * self.levels).bit_length())
+
+    def _unpacked(self, data: jax.Array, n: int) -> jax.Array:
+        return streams.unpack(data, (2 * self.levels).bit_length(), n) - self.levels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearDithering(_Dithering):
+    """Levels -s to s, equally far apart: QSGD's quantizer.
+
+    Attributes:
+      levels: s, 1 to 32,767; a value takes as many bits as 2 s has.
+      scale: The value of level s: the largest magnitude ("max") or the Euclidean length ("l2") of the row.
+    """
+
+    _MOST, _KIND = 2**15 - 1, "linear"
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Payload:
         """{"levels": uint8[rows, bytes], level + s; "unit": float32[rows], the value of level 1}."""
@@ -53,7 +71,7 @@ class LinearDithering:
         steps = _over(x, unit, 2.0**fraction).astype(jnp.int32)
         chance = (place_bits(key, x.shape) >> (32 - fraction)).astype(jnp.int32)
         level = jnp.clip((steps + chance) >> fraction, -self.levels, self.levels)
-        return {"levels": _packed(level, self.levels), "unit": unit}
+        return {"levels": self._packed(level), "unit": unit}
 
     def decode(self, payload: Payload, n: int, key: jax.Array | None = None) -> jax.Array:
         """float32[rows, n]."""
@@ -62,11 +80,11 @@ class LinearDithering:
 
     def signed_levels(self, payload: Payload, n: int) -> jax.Array:
         """int32[rows, n], -s to s."""
-        return _unpacked(payload["levels"], self.levels, n)
+        return self._unpacked(payload["levels"], n)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NaturalDithering:
+class NaturalDithering(_Dithering):
     """Levels 0, 1, 2, 4, ... 2^(s-1) with both signs, 2^(s-1) standing for the scale: small values keep their size.
 
     Attributes:
@@ -74,24 +92,7 @@ class NaturalDithering:
       scale: The value of the last level: the largest magnitude ("max") or the Euclidean length ("l2") of the row.
     """
 
-    levels: int = 7
-    scale: Literal["max", "l2"] = "max"
-
-    def __post_init__(self) -> None:
-        _check("NaturalDithering", self.levels, 30, self.scale)
-
-    @property
-    def traits(self) -> Traits:
-        """Unbiased; each device with a key of its own."""
-        return Traits(f"natural dithering, {self.levels} levels, scale {self.scale}", "own", "unbiased")
-
-    def check(self, n: int) -> None:
-        """Refuses empty rows."""
-        check_count(self, n)
-
-    def payload_bytes(self, n: int) -> int:
-        """Bits of 2 s for each value, and four."""
-        return streams.packed_bytes(n, (2 * self.levels).bit_length()) + 4
+    _MOST, _KIND = 30, "natural"
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Payload:
         """{"levels": uint8[rows, bytes], s + j for 2^(j-1) and s - j for -2^(j-1); "scale": float32[rows]}."""
@@ -105,19 +106,19 @@ class NaturalDithering:
         above = jax.lax.bitcast_convert_type(y, jnp.int32) + (1 << 23)
         chance = (place_bits(key, x.shape) >> 9).astype(jnp.int32)
         place = ((jnp.where(y < 1, below, above) + chance) >> 23) - 127
-        return {"levels": _packed(jnp.where(x < 0, -place, place), self.levels), "scale": scale}
+        return {"levels": self._packed(jnp.where(x < 0, -place, place)), "scale": scale}
 
     def decode(self, payload: Payload, n: int, key: jax.Array | None = None) -> jax.Array:
         """float32[rows, n]."""
         del key
-        place = _unpacked(payload["levels"], self.levels, n)
+        place = self._unpacked(payload["levels"], n)
         power = jax.lax.bitcast_convert_type((jnp.abs(place) + (127 - self.levels)) << 23, jnp.float32)
         part = jnp.where(place == 0, 0, jnp.where(place < 0, -power, power))
         return part * payload["scale"][:, None]
 
     def signed_levels(self, payload: Payload, n: int) -> jax.Array:
         """int32[rows, n]: 0 and powers of two up to 2^(s-1), with signs."""
-        place = _unpacked(payload["levels"], self.levels, n)
+        place = self._unpacked(payload["levels"], n)
         return jnp.sign(place) * ((1 << jnp.abs(place)) >> 1)
 
 
@@ -143,23 +144,9 @@ def _delta_bits(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return length - 1 + 2 * np.frexp(length.astype(np.float64))[1].astype(np.int64) - 1
 
 
-def _check(owner: str, levels: int, most: int, scale: str) -> None:
-    check_one_of(f"{owner}: scale", scale, ("max", "l2"))
-    if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= most:
-        raise UserError(f"{owner}: levels must be a whole number from 1 to {most}; got {levels!r}.")
-
-
 def _over(x: jax.Array, unit: jax.Array, factor: float) -> jax.Array:
     """x / unit * factor, float32[rows, n], from one product that is rounded; 0 where the unit is."""
     # By 2^64 first, exactly, lest the quotient of a small unit overflows.
     lift = jnp.where(unit < 1, jnp.float32(2.0**64), 1)
     quotient = jnp.where(unit > 0, factor / (unit * lift), 0)
     return x * lift[:, None] * quotient[:, None]
-
-
-def _packed(level: jax.Array, most: int) -> jax.Array:
-    return streams.pack(level + most, (2 * most).bit_length())
-
-
-def _unpacked(data: jax.Array, most: int, n: int) -> jax.Array:
-    return streams.unpack(data, (2 * most).bit_length(), n) - most
