@@ -13,7 +13,6 @@ Also here: making replicas equal at the start, and finding out whether they stil
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -42,7 +41,6 @@ from scalejax.parallel.gradients.blocks import (
     check_dtypes,
     summable,
 )
-from scalejax.parallel.gradients.scaling import all_finite
 from scalejax.parallel.links import SLOW_AXIS, SentBytes
 
 if TYPE_CHECKING:
@@ -194,6 +192,8 @@ class CompressedBuckets:
         travelling = {path for bucket in large for path in bucket}
         reduced, _ = self.plain.reduce({path: g for path, g in gradients.items() if path not in travelling}, {}, None)
         new: States = {}
+        # Nothing is remembered of a step with a gradient that is not finite, whichever that is.
+        finite = two_way.finite_everywhere(gradients.values(), self.plain.axes) if large else None
         left_out = None if context is None or context.measure is None else jnp.float32(0)
         for number, bucket in enumerate(large):
             name, own = _BUCKET.format(number), {path: gradients[path] for path in bucket}
@@ -205,14 +205,15 @@ class CompressedBuckets:
                 fast=fast,
                 context=context,
                 number=number,
+                finite=finite,
             )
             reduced |= two_way.apart(total, own)
             left_out = jax.tree.map(jnp.add, left_out, missed)
-        # A step with a gradient that is not finite is none, whichever gradient that is.
-        shared = [g for path, g in reduced.items() if not self.plain.layouts[path].apart]
-        finite = all_finite(shared)
-        new = {name: jax.tree.map(functools.partial(jnp.where, finite), x, state[name]) for name, x in new.items() if x}
-        return {path: reduced[path] for path in gradients}, {**state, **new}, left_out
+        return (
+            {path: reduced[path] for path in gradients},
+            {**state, **{name: x for name, x in new.items() if x}},
+            left_out,
+        )
 
     def init(self, shards: Arrays) -> States:
         slow, fast = self._axes()
@@ -232,7 +233,8 @@ class CompressedBuckets:
         return params
 
     def rescaled(self, state: States, factor: jax.Array) -> States:
-        return jax.tree.map(lambda x: x * factor.astype(x.dtype), state)
+        errors = lambda x: x * factor.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+        return jax.tree.map(errors, state)
 
     def resized(self, path: str, state: "PyTree", sizes: Mapping[str, int]) -> "PyTree":
         del path

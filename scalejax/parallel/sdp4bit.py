@@ -194,7 +194,7 @@ class Sdp4BitExchange:
         quantized = [(axes, {path: gradients[path] for path in paths}) for axes, paths in cut.items()]
         travelling = {path for _, part in quantized for path in part}
         reduced, _ = self.plain.reduce({path: g for path, g in gradients.items() if path not in travelling}, {}, None)
-        left_out = None if context is None or context.measure is None else jnp.float32(0)
+        none = left_out = None if context is None or context.measure is None else jnp.float32(0)
         for axes, part in quantized:
             by_bits = functools.partial(self._reduced, axes, context)
             if not self.strategy.gradients_from_step:
@@ -204,7 +204,7 @@ class Sdp4BitExchange:
             else:
                 found, missed = jax.lax.cond(
                     context.step < self.strategy.gradients_from_step,
-                    lambda part: (self.plain.reduce(part, {}, None)[0], jax.tree.map(jnp.zeros_like, left_out)),
+                    lambda part: (self.plain.reduce(part, {}, None)[0], none),
                     by_bits,
                     part,
                 )

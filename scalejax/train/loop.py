@@ -176,6 +176,7 @@ def _bind(experiment: Experiment, console: Console | None) -> list[Run]:
             run.program for run in runs if run.experiment == own and run.phase.optimizer_from == phase.optimizer_from
         ]
         run = Run(like[0], data, phase) if like else Run.bind(own, data, make_mesh(own.placement.mesh), phase)
+        _ = run.program.remarks  # which refuses a mesh without the levels that its exchange asks for
         if runs:
             run.kept(runs[-1], runs[:-1])
         runs.append(run)
@@ -198,7 +199,7 @@ def _state_of(
         _become(checkpoints, run)
         state = run.restore(checkpoints, start)
     if console is not None:
-        for remark in (*getattr(run.data, "remarks", ()), *run.remarks):
+        for remark in (*getattr(run.data, "remarks", ()), *run.program.remarks, *run.remarks):
             console.print(remark, markup=False, highlight=False, soft_wrap=True)
     return state
 

@@ -40,7 +40,7 @@ from scalejax.parallel.embedding.lookup import Routing
 from scalejax.parallel.embedding.row_cache import Tiers
 from scalejax.parallel.embedding.sharded_tables import State
 from scalejax.parallel.gradients import scaling as gradient_scaling
-from scalejax.parallel.gradients.blocks import Gather, ShardWithState, States, StepContext
+from scalejax.parallel.gradients.blocks import CompressedExchange, Gather, ShardWithState, States, StepContext
 from scalejax.parallel.gradients.compute import GradientFunction, Keys, Loss, LossInputs, gradients
 from scalejax.parallel.rules import ParameterPlacement
 from scalejax.parallel.towers import HostTowers
@@ -244,6 +244,31 @@ class Program:
             variable_specs=self.model.variable_specs,
         )
 
+    @functools.cached_property
+    def compressed(self) -> CompressedExchange | None:
+        """The exchange, if it compresses once a step: what it leaves out is measured."""
+        return self.gradients(1).compressed(self.model.params)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know before the first step."""
+        if self.compressed is None:
+            return ()
+        return self.compressed.remarks(self.gradients(1).whole(self.model.params), self.mesh.shape)
+
+    @functools.cached_property
+    def remembered(self) -> Callable[[TrainState, float], jax.Array]:
+        """jitted (state, norm of the gradient) -> `CompressedExchange.remembered`, float32[]."""
+        exchange = self.compressed
+        assert exchange is not None
+
+        def found(params: Params, states: States, scale: gradient_scaling.LossScale | None, norm: float) -> jax.Array:
+            factor = 1.0 if scale is None else scale.scale
+            return exchange.remembered(params, states, jnp.float32(norm) * factor)
+
+        jitted = jax.jit(found, out_shardings=self.replicated)
+        return lambda state, norm: jitted(state.params, state.exchange, state.loss_scale, norm)
+
     @property
     def _handled(self) -> tuple[str, ...]:
         """Axes over which the loss has collectives of its own in the explicit form: the stages of a pipeline."""
@@ -352,7 +377,9 @@ class Program:
         return jax.jit(create, out_shardings=dataclasses.replace(self.state_shardings, tables={}))
 
     def _zeros(self) -> dict[str, object]:
-        return {"steps": step_sums.zeros(), **{name: metric.zeros() for name, metric in self.metrics.items()}}
+        measured = {} if self.compressed is None else {"exchange_error": jnp.full((), jnp.nan, jnp.float32)}
+        sums = {name: metric.zeros() for name, metric in self.metrics.items()}
+        return {"steps": step_sums.zeros(), **measured, **sums}
 
     def _first_scale(self) -> gradient_scaling.LossScale | None:
         scaling = self.experiment.gradients.loss_scaling
@@ -598,7 +625,9 @@ class Program:
         key = jax.random.fold_in(state.key, state.step)
         # Devices and parts fold small numbers into the key of the examples; `_WHOLE_STEP` is not to be one of them.
         keys = Keys(step=jax.random.fold_in(key, _WHOLE_STEP), examples=key)
-        context = StepContext(state.step, jax.random.fold_in(key, _EXCHANGE), self._rate_ratio(state.step))
+        # Of the steps between two lines of metrics the first one, which every window has.
+        measure = None if self.compressed is None else state.step % e.log_every == 0
+        context = StepContext(state.step, jax.random.fold_in(key, _EXCHANGE), self._rate_ratio(state.step), measure)
         state = self._moved(state, offload.fetch)
         tables, embedded = state.tables, {}
         if ahead is not None:
@@ -628,10 +657,13 @@ class Program:
                 scale=scale,
             )
         grads, rows, finite = found.params, found.inputs, None
+        unit = jnp.float32(1)  # of the norms of what the exchange gave, in those of the mean loss
         if held is not None:
             (grads, rows), finite = held.unscale((grads, rows))
+            unit = held.scale
         if not means:
             grads, rows = jax.tree.map(lambda g: g / found.weight.astype(g.dtype), (grads, rows))
+            unit = found.weight
         clip = e.gradients.clip
         if clip is None:
             norm = gradient_scaling.global_norm(grads)
@@ -669,6 +701,7 @@ class Program:
             loss_scale=held,
             metrics={
                 "steps": step_sums.update(state.metrics["steps"], found.sum, found.weight, norm, clip, skipped),
+                **_exchange_error(state.metrics, found.left_out, norm * unit, measure),
                 **{name: metric.update(state.metrics[name], loss, batch) for name, metric in self.metrics.items()},
             },
             key=state.key,
@@ -778,6 +811,16 @@ class Program:
     def shown(self) -> frozenset[str]:
         """Names of what is collected of the first examples of a split alone."""
         return self.collected.difference(*(metric.collects for metric in self.metrics.values()))
+
+
+def _exchange_error(
+    before: Mapping[str, Any], left_out: jax.Array | None, norm: jax.Array, measure: jax.Array | None
+) -> dict[str, jax.Array]:
+    """The norm of what an exchange left out over that of what it gave: of this step if it measures, else as before."""
+    if left_out is None or measure is None:
+        return {}
+    found = (jnp.sqrt(left_out) / norm).astype(jnp.float32)
+    return {"exchange_error": jnp.where(measure, found, before["exchange_error"])}
 
 
 def _read_of(state: TrainState) -> _Read:

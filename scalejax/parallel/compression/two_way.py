@@ -24,7 +24,7 @@ Source: Zhong, Xie, Zheng, Lin, "Compressed Communication for Distributed Traini
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
@@ -166,6 +166,7 @@ def reduced(
     fast: tuple[str, ...],
     context: StepContext | None,
     number: int = 0,
+    finite: jax.Array | None = None,
 ) -> tuple[jax.Array, State, jax.Array | None]:
     """The sum of a bucket over devices, and what this one remembers; inside a shard_map over both kinds of axes.
 
@@ -180,6 +181,7 @@ def reduced(
       fast: Axes over which gradients are summed as they are, before.
       context: Of the step; None where nothing is drawn and errors are not corrected.
       number: Of the bucket.
+      finite: bool[], of `finite_everywhere` of the gradients of the step; None = this one is all.
 
     Returns:
       float32[n], the next state, and the squares of what this device left out of its two messages, or None where that
@@ -190,7 +192,7 @@ def reduced(
     part = jnp.pad(gradient, (0, chunks.values - n)).reshape(local, hosts * chunks.size)
     part = jax.lax.psum_scatter(part, fast, scatter_dimension=0) if fast else part[0]
     rows, new = part.reshape(hosts, chunks.size), dict(state)
-    finite = jax.lax.pmin(jnp.isfinite(rows).all().astype(jnp.int32), (*slow, *fast)) > 0
+    finite = finite_everywhere([rows], (*slow, *fast)) if finite is None else finite
     if compression.momentum:
         new["momentum"] = compression.momentum * state["momentum"] + rows
         rows = rows + compression.momentum * new["momentum"]
@@ -219,6 +221,12 @@ def reduced(
     new = {name: jnp.where(finite, x, state[name]) for name, x in new.items()}
     left_out = jax.tree.map(lambda *squares: sum(squares), *left_out)
     return jnp.where(finite, whole[:n], jnp.nan), new, left_out
+
+
+def finite_everywhere(gradients: Iterable[jax.Array], axes: tuple[str, ...]) -> jax.Array:
+    """bool[]: whether all gradients of all devices of the axes are finite."""
+    own = jnp.stack([jnp.isfinite(g).all() for g in gradients]).all()
+    return jax.lax.pmin(own.astype(jnp.int32), axes) > 0
 
 
 def resized(state: Mapping[str, np.ndarray], hosts: int, local: int) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@
     {"event": "window", "step": 25, "steps": 400, "phase": "", "loss": 0.46, "examples_per_s": 8100.0, "eta_s": 12.5,
      "learning_rate": 1e-3, "rate": 8100.0, "unit": "examples", "logloss": 0.47, ...}
     {"event": "evaluation", "step": 100, "split": "validation", "logloss": 0.45, ...}
+    {"event": "warning", "step": 100, "text": "What the exchange remembers has grown ..."}
     {"event": "done", "run_folder": "runs/wukong-001", "test_auc": 0.71, ...}
 
 A resumed run starts at its step. `loss` is that of the step, metrics are those of the window; `rate` counts what the
@@ -73,6 +74,9 @@ class Progress:
     def evaluation(self, step: int, split: str, values: Mapping[str, float], shown: Mapping[str, float]) -> None:
         """A split was scored with the parameters after `step`: all values, and the few to show to people."""
 
+    def warning(self, step: int, text: str) -> None:
+        """What a user should look at, found at the end of `step`."""
+
     def done(self, summary: Mapping[str, object]) -> None:
         """The run has ended."""
 
@@ -93,6 +97,10 @@ class Bar(Progress):
     def window(self, step: int, phase: str, loss: float, window: Window) -> None:
         fields: dict[str, Any] = consoles.progress_fields(rate=window.speed, **window.metrics, lr=window.learning_rate)
         self._bar.update(self._task, completed=step, description=phase or "train", **fields)
+
+    def warning(self, step: int, text: str) -> None:
+        del step
+        self._console.print(f"Warning: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 class TextLines(Progress):
@@ -135,6 +143,9 @@ class TextLines(Progress):
     def evaluation(self, step: int, split: str, values: Mapping[str, float], shown: Mapping[str, float]) -> None:
         event = {"event": "evaluation", "step": step, "split": split, **values}
         self._say(event, f"{split} at step {step}  {_texts(shown)}")
+
+    def warning(self, step: int, text: str) -> None:
+        self._say({"event": "warning", "step": step, "text": text}, f"Warning: {text}")
 
     def done(self, summary: Mapping[str, object]) -> None:
         self._say({"event": "done", **summary}, "")

@@ -17,13 +17,14 @@ from scalejax.errors import UserError
 from scalejax.train import disk, run_folder
 from scalejax.train.metrics import evaluation
 from scalejax.train.metrics.protocol import Described, Value
-from scalejax.train.reports import console, figures, page
+from scalejax.train.reports import console, exchange, figures, page
 from scalejax.train.reports import summary as summaries
 
 _STEPS = (
     Value(name="grad_norm", title="Gradient norm", unit="mean over the window of the global norm before clipping"),
+    *exchange.VALUES,
 )
-"""Curves that every run has."""
+"""Curves of every run, and of those whose exchange compresses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +140,7 @@ def render(run: RunFiles) -> str:
             page.header(run.name, _facts(run)),
             _tiles(run),
             page.section("Results", page.grid(_results(run))),
-            page.section("Curves", page.grid(_curves(run))),
+            page.section("Curves", *_warnings(run), page.grid(_curves(run))),
             page.section("Progressive validation", page.grid(_progressive(run))),
             page.section("Predictions", page.grid([page.picture(*found) for found in run.predictions])),
             page.section("Time", page.grid(_time(run))),
@@ -219,6 +220,11 @@ def _results(run: RunFiles) -> Iterator[str]:
             for part in parts
         ]
         yield page.card("phases", page.table(head, rows))
+
+
+def _warnings(run: RunFiles) -> list[str]:
+    remembered = [(r["step"], r.get(exchange.REMEMBERED)) for r in run.windows]
+    return [page.paragraph(f"Warning: {text}") for text in exchange.warnings(remembered)]
 
 
 def _curves(run: RunFiles) -> Iterator[str]:

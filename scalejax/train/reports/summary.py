@@ -7,6 +7,7 @@
     samples_per_s, step_p50_s, step_p95_s, data_wait_share, compile_s, wall_s, ...      see `timing.StepTimer.summary`
     phases                                            of a run in phases what each took and scored, see `of_phases`
     peak_rss_bytes, peak_device_bytes                 see `timing.peak_memory`
+    exchange_error, exchange_remembered               of the last window, where gradients or weights travel compressed
     tokens_per_s, tokens_per_s_per_device, tflops_per_s_per_device, mfu     of a language model, see `run`
     <split>_<metric>                                  quality; split is train, val, test or progressive
     <split>_<metric>_low, <split>_<metric>_high       95 % bootstrap interval
@@ -31,6 +32,7 @@ from scalejax.train.metrics.classification import Accuracy, MeanAuc
 from scalejax.train.metrics.click import ClickQuality
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import Described, Metric, Value
+from scalejax.train.reports import exchange
 
 Measured = TypeVar("Measured")
 
@@ -224,6 +226,8 @@ def speed(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         ("wall time", duration(get("wall_s"))),
         ("peak device memory", size(get("peak_device_bytes"))),
         ("peak RSS", size(get("peak_rss_bytes"))),
+        ("error of the exchange", _decimals(get(exchange.ERROR))),
+        ("remembered by the exchange", _decimals(get(exchange.REMEMBERED))),
     ]
     return [(name, text) for name, text in rows if text is not None]
 

@@ -37,7 +37,7 @@ from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics import sums as metric_sums
 from scalejax.train.phases import ResolvedPhase
 from scalejax.train.protocols import DataSet
-from scalejax.train.reports import summary
+from scalejax.train.reports import exchange, summary
 from scalejax.train.reports.progress import Window
 from scalejax.train.reports.records import Records
 from scalejax.train.reports.timing import peak_memory
@@ -61,6 +61,8 @@ class Run:
         self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
         self.best = binding.best_value(self.experiment, tuple(program.metrics.values()))
         self.remarks: tuple[str, ...] = ()
+        self._remembered: list[tuple[int, float]] = []
+        self._last_exchanged: dict[str, float] = {}
         self.tables: EmbeddingCollection | Tiers | None = program.collection
         if program.collection is not None and self.experiment.tables.tiers:
             self.tables = Tiers(program.tables, self.experiment.tables.tiers, program.collection)
@@ -444,9 +446,11 @@ class Run:
         state, sums = self.program.take_metrics(state)
         with self.records.timer.phase("blocked"):
             window = metric_sums.to_host(sums)
-        steps = window.pop("steps")
+        steps, error = window.pop("steps"), window.pop("exchange_error", None)
         host = dataclasses.replace(host, weight=host.weight + float(steps.weight), lifetime=self._summed(host, window))
         values, lifetime = step_sums.compute(steps), {}
+        if error is not None:
+            values |= self._exchanged(state, step, float(error), values["grad_norm"])
         for name, metric in self.program.metrics.items():
             values |= metric.compute(window[name])
             if metric.lifetime:
@@ -466,6 +470,18 @@ class Run:
         timing = self._speed(self.records.timer.window())
         self.records.events.timing(step, phase | timing)
         return state, host, self._shown(values, timing, rate)
+
+    def _exchanged(self, state: TrainState, step: int, error: float, norm: float) -> dict[str, float]:
+        """What a window says of an exchange that compresses; warns where what it remembers grows and grows."""
+        values = {exchange.ERROR: error}
+        if jax.tree.leaves(state.exchange):
+            with self.records.timer.phase("blocked"):
+                values[exchange.REMEMBERED] = float(self.program.remembered(state, norm))
+            self._remembered = [*self._remembered[-exchange.GROWING - 1 :], (step, values[exchange.REMEMBERED])]
+            if text := exchange.warning(self._remembered):
+                self.records.progress.warning(step, text)
+        self._last_exchanged = values
+        return values
 
     def _summed(self, host: HostState, window: Mapping[str, object]) -> dict[str, object]:
         """Sums of the whole run; the order of additions is that of windows, so a resumed run adds the same bits."""
@@ -571,6 +587,7 @@ class Run:
             closing |= summary.of_evaluation(own, self._scores(state, own).measure())
             closing |= {"best_step": host.best.step, f"best_{summary.prefix(own)}_{self.best.name}": host.best.value}
             closing |= {f"{summary.prefix(split)}_{self.best.name}_at_best": host.best.final}
+        closing |= self._last_exchanged
         return closing | self._speed(timer.summary()) | peak_memory(self.mesh.local_mesh.devices.flat)
 
     def describe(self) -> dict[str, object]:

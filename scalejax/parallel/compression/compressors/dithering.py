@@ -1,7 +1,7 @@
 """Levels under one scale a row, one of the two next to a value by chance so that it is right on average."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from scalejax.errors import UserError, check_one_of
 from scalejax.numerics.stochastic import place_bits
 from scalejax.parallel.compression.compressors import levels as streams
 from scalejax.parallel.compression.compressors.norms import norm
-from scalejax.parallel.compression.compressors.protocol import Payload, Traits, check_count, check_values
+from scalejax.parallel.compression.compressors.protocol import Compressor, Payload, Traits, check_count, check_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class _Dithering:
 
     def check(self, n: int) -> None:
         """Refuses empty rows."""
-        check_count(self, n)
+        check_count(cast("Compressor", self), n)
 
     def payload_bytes(self, n: int) -> int:
         """Bits of 2 s for each value, and four."""
