@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from scalejax.parallel import links
 from scalejax.parallel.mesh import mesh_text
 from scalejax.plan.arithmetic.mesh_search import Candidate, SearchResult
 from scalejax.plan.gpu_steps import GpuPlan
@@ -46,6 +47,7 @@ def _render_plan(result: PlanResult, console: "Console") -> None:
         console.print(f"The compiler: {room.message}", markup=False)
     if result.roofline is not None:
         console.print(_collectives(result))
+        console.print(links.described("A step", {"": result.sent}))
         console.print(_roofline(result))
         console.print(
             f"predicted step: at least {duration(result.roofline.predicted_step_s)}, limited by "

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from scalejax.numerics import flops
+from scalejax.parallel.links import SentBytes
 from scalejax.plan import topology
 from scalejax.plan.compiled import collectives, hlo, memory, roofline, traffic
 from scalejax.plan.compiled.collectives import Collective
@@ -70,6 +71,11 @@ class PlanResult:
         peak = self.topology.chips * self.topology.chip.bf16_flops_per_s
         return self.model_flops / (self.roofline.predicted_step_s * peak)
 
+    @property
+    def sent(self) -> SentBytes:
+        """The least that a device sends in a step, within its index of `replica` and to others."""
+        return collectives.sent(self.collectives, self.mesh)
+
     def to_json(self) -> dict[str, object]:
         """The result as plain values; bytes of collectives are per device, `flops` are of all chips."""
         line = self.roofline
@@ -94,6 +100,7 @@ class PlanResult:
                 }
                 for c in self.collectives
             ],
+            "sent_bytes": dataclasses.asdict(self.sent),
             "roofline": None if line is None else {**dataclasses.asdict(line), "limit": line.limit},
             "predicted_step_s": None if line is None else line.predicted_step_s,
             "mfu": self.mfu,

@@ -16,11 +16,13 @@ from scalejax.errors import UserError
 from scalejax.parallel import fsdp
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.gradients.blocks import StepContext
+from scalejax.parallel.gradients.blocks import StepContext, WholeCopy
 from scalejax.parallel.gradients.compute import Loss, gradients
+from scalejax.parallel.links import SentBytes
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.sdp4bit import Sdp4Bit
 from scalejax.plan import explain_sharding
+from scalejax.plan.compiled import collectives
 
 MESH = MeshShape(replica=2, fsdp=4)
 SHAPES = {"a": (64, 48), "b": (3, 5, 256), "c": (8, 3), "whole": (3,)}
@@ -147,6 +149,30 @@ def test_rounding_is_right_on_average_and_differs_from_step_to_step():
     assert (np.asarray(draws[0]["a"]) != np.asarray(draws[1]["a"])).any()
     again = step(0)
     np.testing.assert_array_equal(again["a"], draws[0]["a"])
+
+
+@pytest.mark.default_cases("two levels")
+@pytest.mark.parametrize(
+    "fields", [{}, {"gradients": "one_level", "transform": "none"}], ids=["two levels", "one level"]
+)
+def test_what_rounding_leaves_out_is_the_error_of_the_sum_and_measuring_changes_no_bit(fields):
+    """Draws of devices are independent, so that their squares add up to the squared distance from the exact sum."""
+    run, params, given = prepared(Sdp4Bit(**fields))
+    state = jax.jit(run.init_exchange)(params)
+
+    @jax.jit
+    def take(measure):
+        context = StepContext(jnp.int32(0), jax.random.key(0), measure=measure)
+        return run(params, given, exchange=state, context=context)
+
+    silent, idle, measured = (take(m if m is None else jnp.bool_(m)) for m in (None, False, True))
+    for found in (idle, measured):
+        jax.tree.map(np.testing.assert_array_equal, found.params, silent.params)
+    assert silent.left_out is None
+    assert float(idle.left_out) == 0
+    exact = {path: x.astype(np.float64).sum(0) for path, x in heavy_tailed(2, 8).items()}
+    missed = sum(((np.asarray(measured.params[path]) - x) ** 2).sum() for path, x in exact.items())
+    assert float(measured.left_out) == pytest.approx(missed, rel=0.08)  # of 7,000 values
 
 
 def test_gradients_travel_as_they_are_before_a_step():
@@ -304,10 +330,12 @@ def test_gradients_fall_as_one_over_the_root_of_the_steps_with_differences_alone
 
 
 def test_copies_stay_as_they_were_where_a_master_is_not_finite():
-    _, seen = updates(Sdp4Bit(), 3, spoil=2)
+    state, seen = updates(Sdp4Bit(), 3, spoil=2)
     for path in SHAPES:
         np.testing.assert_array_equal(seen[2][1][path], seen[1][1][path])
         assert np.isfinite(seen[2][1][path].astype(np.float32)).all()
+        for shard in state[path].value.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), seen[1][1][path])
 
 
 def test_a_gradient_that_is_not_finite_is_seen_by_its_owners():
@@ -342,6 +370,58 @@ def test_bytes_of_a_step_are_those_of_the_formats():
         ("all-gather", ("replica", "fsdp")): 8 * weight * (0.5 + 4 / 2048),
     }
     assert {(c.kind, c.axes): c.bytes for c in found} == expected
+    exchange = run.compressed(params)
+    parts = exchange.sent(run.whole(params), mesh.shape)
+    stated, of_all = sum(parts.values(), SentBytes()), collectives.sent(explain_sharding(compiled, mesh), mesh.shape)
+    # But for the loss and its weight.
+    assert (of_all.within, of_all.between) == pytest.approx((stated.within, stated.between), abs=32)
+    assert parts["weights"].within == pytest.approx(3 / 4 * 8 * weight * (0.5 + 4 / 2048))
+    assert parts["weights"].between == pytest.approx(1 / 8 * 8 * weight * (0.5 + 4 / 2048))
+    assert "KiB a step within its index of replica and" in exchange.remarks(run.whole(params), mesh.shape)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Sdp4Bit(gradients="one_level", weights="quantized", param_dtype=None),
+        Sdp4Bit(gradients="plain", weights="plain", param_dtype=None),
+        Sdp4Bit(fast_bits=32, slow_bits=8, weight_bits=32, param_dtype=None),
+    ],
+    ids=["one level", "plain", "other bits"],
+)
+def test_stated_bytes_are_those_of_the_compiled_step(strategy):
+    mesh = make_mesh()
+    run, params, given = prepared(strategy, mesh)
+    state = jax.jit(run.init_exchange)(params)
+
+    def step(params, state):
+        found = run(params, given, exchange=state, context=context_of())
+        params = {path: p - 0.1 * found.params[path] for path, p in params.items()}
+        return params, run.after_update(params, found.exchange, context_of())
+
+    compiled = jax.jit(step).lower(params, state).compile()
+    stated = sum(run.compressed(params).sent(run.whole(params), mesh.shape).values(), SentBytes())
+    found = collectives.sent(explain_sharding(compiled, mesh), mesh.shape)
+    assert (found.within, found.between) == pytest.approx((stated.within, stated.between), abs=32)
+
+
+def test_one_device_sends_nothing_and_says_so():
+    mesh = meshes.make_mesh(None)
+    run = gradients(dot, Sdp4Bit(), mesh=mesh, specs=placed(Sdp4Bit(), mesh))
+    params = heavy_tailed(1)
+    assert sum(run.compressed(params).sent(run.whole(params), mesh.shape).values(), SentBytes()) == SentBytes()
+    assert "there is one device, so that nothing travels" in run.compressed(params).remarks({}, mesh.shape)[0]
+
+
+def test_what_is_remembered_is_the_distance_of_copies_over_the_norm_of_masters():
+    run, params, _ = prepared(Sdp4Bit())
+    state = {path: WholeCopy(jnp.asarray(x + 0.5, jnp.bfloat16)) for path, x in heavy_tailed(1).items()}
+    found = run.compressed(params).remembered(params, state, jnp.float32(3))
+    masters = {path: np.asarray(x, np.float64) for path, x in params.items()}
+    missed = {path: x - np.asarray(state[path].value, np.float64) for path, x in masters.items()}
+    norms = [np.sqrt(sum((x**2).sum() for x in tree.values())) for tree in (missed, masters)]
+    assert float(found) == pytest.approx(norms[0] / norms[1], rel=1e-5)
 
 
 MESSAGES = [
@@ -366,6 +446,9 @@ def test_what_does_not_go_is_refused(run, message):
 
 
 def test_parameters_that_are_cut_otherwise_are_refused():
+    mesh = make_mesh(MeshShape(fsdp=4, stage=2))
+    with pytest.raises(UserError, match="cut over stage=2 as well"):
+        gradients(dot, Sdp4Bit(), mesh=mesh, specs={"w": P("stage", "fsdp")}, handled=("stage",))
     mesh = make_mesh(MeshShape(fsdp=4, tensor=2))
     specs = {"w": P("fsdp", "tensor")}
     with pytest.raises(UserError, match="cut over tensor=2 as well"):

@@ -4,6 +4,7 @@ scalejax train llama
 """
 
 import dataclasses
+from typing import Any
 
 from scalejax import optim
 from scalejax.configs.llm import _common
@@ -13,7 +14,11 @@ from scalejax.data.text.staged import StagedData
 from scalejax.data.text.stages import Stage
 from scalejax.data.text.tokenizer import CharacterTokenizer
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
+from scalejax.parallel.compression.two_way import Compression
+from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.mesh import MeshShape
+from scalejax.parallel.sdp4bit import Sdp4Bit
 from scalejax.train.experiment import Experiment
 
 _TINY = LlamaConfig(
@@ -31,6 +36,17 @@ def tiny() -> Experiment:
         log_every=50,
         save_every=200,
     )
+
+
+def tiny_sdp4bit() -> Experiment:
+    """The same under SDP4Bit, on two hosts of what devices there are: --cpu-devices 8."""
+    return _on_two_hosts(strategy=Sdp4Bit())
+
+
+def tiny_clan() -> Experiment:
+    """The same under CLAN, which is LANS on compressed gradients: of one bit between two hosts. --cpu-devices 8."""
+    rate = optim.WarmupCosine(peak=1e-2, warmup=0.05, final=0.1)
+    return _on_two_hosts(strategy=Ddp(compression=Compression()), optimizer=optim.Lans(learning_rate=rate))
 
 
 def shakespeare() -> Experiment:
@@ -111,6 +127,12 @@ def smoke() -> Experiment:
         steps=4,
         log_every=2,
     )
+
+
+def _on_two_hosts(**changes: Any) -> Experiment:
+    whole = tiny()
+    placement = dataclasses.replace(whole.placement, mesh=MeshShape(replica=2))
+    return dataclasses.replace(whole, placement=placement, **changes)
 
 
 def _pretrain(size: str, *, peak: float, rows: int, steps: int) -> Experiment:

@@ -9,12 +9,14 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from scalejax import units
+from scalejax.parallel import links
+from scalejax.parallel.links import SLOW_AXIS, SentBytes
 from scalejax.plan.compiled import hlo
 
 if TYPE_CHECKING:
@@ -120,6 +122,21 @@ def total(collectives: Iterable[Collective]) -> list[Collective]:
         for row in rows.values()
     ]
     return sorted(merged, key=lambda c: -c.bytes)
+
+
+def sent(collectives: Iterable[Collective], sizes: Mapping[str, int]) -> SentBytes:
+    """The least that a device sends for collectives, by the level of the links.
+
+    Args:
+      collectives: Of a program on one device.
+      sizes: Devices along the axes of its mesh; those of size 1 may lack.
+    """
+    total = SentBytes()
+    for c in collectives:
+        hosts = min(sizes.get(SLOW_AXIS, 1), c.group_size) if SLOW_AXIS in c.axes else 1
+        if c.axes:
+            total += links.sent(c.kind, c.bytes, hosts, max(1, c.group_size // hosts))
+    return total
 
 
 def collectives_table(collectives: Iterable[Collective]) -> str:

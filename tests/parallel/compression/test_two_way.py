@@ -12,11 +12,21 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.compression import two_way
-from scalejax.parallel.compression.compressors import Identity, LinearDithering, OneBit, RandomKEntries, TopKEntries
+from scalejax.parallel.compression.compressors import (
+    Fp16,
+    Identity,
+    LinearDithering,
+    OneBit,
+    RandomKEntries,
+    TopKEntries,
+    Traits,
+)
 from scalejax.parallel.compression.two_way import Compression, compress_gradients
 from scalejax.parallel.gradients.blocks import StepContext
+from scalejax.parallel.links import SentBytes
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import explain_sharding
+from scalejax.plan.compiled import collectives
 
 N = 1000
 FLAT = (("replica",), (), MeshShape(replica=8))
@@ -30,31 +40,32 @@ def gradients(seed, n=N):
 
 
 class Devices:
-    """The reduction on eight devices, step by step."""
+    """The reduction on eight devices, step by step; `left_out` is what the last one measured."""
 
-    def __init__(self, compression, where=FLAT, n=N):
+    def __init__(self, compression, where=FLAT, n=N, measure=None):
         self.slow, self.fast, shape = where
         self.mesh, axes = meshes.make_mesh(shape), (*self.slow, *self.fast)
         hosts = self.mesh.shape[self.slow[0]]
         one = two_way.initial(compression, n, hosts, 8 // hosts)
         self.state = {name: jnp.tile(x[None], (8, *(1 for _ in x.shape))) for name, x in one.items()}
-        self.number = 0
+        self.number, self.measure, self.left_out = 0, measure, None
 
         @functools.partial(
             jax.shard_map, mesh=self.mesh, in_specs=(P(axes), P(axes), P()), out_specs=P(axes), check_vma=False
         )
         def local(g, state, context):
-            found, new = two_way.reduced(
+            found, new, left_out = two_way.reduced(
                 compression, g[0], {k: x[0] for k, x in state.items()}, slow=self.slow, fast=self.fast, context=context
             )
-            return found[None], {k: x[None] for k, x in new.items()}
+            return jax.tree.map(lambda x: x[None], (found, new, left_out))
 
         self.run = jax.jit(local)
 
     def reduce(self, given, ratio=1.0):
         """[8, n]: what every device gets."""
-        context = StepContext(jnp.int32(self.number), jax.random.key(self.number), jnp.float32(ratio))
-        found, self.state = self.run(given, self.state, context)
+        measure = None if self.measure is None else jnp.bool_(self.measure)
+        context = StepContext(jnp.int32(self.number), jax.random.key(self.number), jnp.float32(ratio), measure)
+        found, self.state, self.left_out = self.run(given, self.state, context)
         self.number += 1
         return np.asarray(found)
 
@@ -132,6 +143,39 @@ def test_one_way_is_what_numpy_says_where_owners_send_all_of_it():
         np.testing.assert_allclose(devices.reduce(given)[0], sent.sum(0), atol=1e-4)
 
 
+def test_what_is_left_out_is_what_numpy_says_and_measuring_changes_no_bit():
+    """Of signs with feedback both ways: messages minus what was to be sent, in float64, step by step."""
+    silent, measured = (Devices(Compression(compressor=OneBit()), measure=measure) for measure in (None, True))
+    worker, owner, size = np.zeros((8, N)), np.zeros(N), N // 8
+
+    def signs(x):
+        """Of each chunk."""
+        chunks = x.reshape(-1, size)
+        return (np.where(chunks < 0, -1, 1) * np.abs(chunks).mean(-1, keepdims=True)).reshape(x.shape)
+
+    for seed in range(3):
+        given = gradients(seed)
+        np.testing.assert_array_equal(measured.reduce(given), silent.reduce(given))
+        jax.tree.map(np.testing.assert_array_equal, measured.state, silent.state)
+        sent = signs(given + worker)
+        back = signs(sent.sum(0) + owner)
+        squares = ((sent - given) ** 2).sum() + ((back - sent.sum(0)) ** 2).sum()
+        np.testing.assert_allclose(np.asarray(measured.left_out).sum(), squares, rtol=1e-5)
+        worker, owner = worker + given - sent, owner + sent.sum(0) - back
+    assert silent.left_out is None
+
+
+def test_what_is_left_out_of_sums_that_are_right_on_average_is_their_error():
+    """The squares of all devices add up to the squared distance from the exact sum: their draws are independent."""
+    compression = Compression(compressor=LinearDithering(levels=16), error_feedback="none")
+    devices, given = Devices(compression, HOSTS, n=40_000, measure=True), gradients(0, 40_000)
+    missed = ((devices.reduce(given)[0] - given.astype(np.float64).sum(0)) ** 2).sum()
+    assert np.asarray(devices.left_out).sum() == pytest.approx(missed, rel=0.05)
+    devices.measure = False
+    devices.reduce(given)
+    assert np.asarray(devices.left_out).sum() == 0
+
+
 def test_momentum_is_added_before_compression():
     devices = Devices(Compression(compressor=Identity(), momentum=0.9))
     moment = np.zeros((8, N))
@@ -169,6 +213,47 @@ def test_gradients_that_are_not_finite_leave_what_is_remembered(where):
     assert np.isnan(devices.reduce(spoilt)).all()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, devices.state), before)
     assert np.isfinite(devices.reduce(gradients(2))).all()
+
+
+def test_what_a_format_has_not_leaves_what_is_remembered():
+    devices = Devices(Compression(compressor=Fp16()))
+    devices.reduce(gradients(0))
+    before = jax.tree.map(np.asarray, devices.state)
+    large = gradients(1)
+    large[3, 17] = 1e5  # float16 ends at 65,504
+    assert np.isnan(devices.reduce(large)).all()
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, devices.state), before)
+
+
+class Halves:
+    """A user's compressor: every other value, and zeros."""
+
+    traits = Traits("halves", "none", "biased")
+
+    def check(self, n):
+        pass
+
+    def payload_bytes(self, n):
+        return 4 * -(-n // 2)
+
+    def encode(self, x, key=None):
+        return {"even": x[:, ::2]}
+
+    def decode(self, payload, n, key=None):
+        even = payload["even"]
+        return jnp.zeros((len(even), n)).at[:, ::2].set(even)
+
+
+def test_a_compressor_of_ones_own_needs_no_rule_for_other_devices():
+    """What is remembered is the exchange's."""
+    devices, exact, applied = Devices(Compression(compressor=Halves()), HOSTS), np.zeros(N), np.zeros(N)
+    for seed in range(3):
+        given = gradients(seed)
+        applied, exact = applied + devices.reduce(given)[0], exact + given.sum(0)
+    np.testing.assert_allclose(applied + devices.remembered(), exact, atol=2e-4)
+    state = two_way.resized({name: np.asarray(x) for name, x in devices.state.items()}, 4, 1)
+    total = state["worker"].reshape(4, -1).sum(0) + state["owner"].ravel()
+    np.testing.assert_allclose(total[:N], devices.remembered(), atol=1e-5)
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(8, 1), (4, 1), (1, 1), (4, 2), (3, 2)])
@@ -221,7 +306,10 @@ def test_bytes_are_those_of_the_payload():
     assert payload == 125 + 4
     assert sizes["all-to-all", ("replica",)] == 2 * payload
     assert sizes["all-gather", ("replica",)] == 2 * payload
-    assert two_way.compressed_bytes(Compression(), 8000, 2, 4) == (payload, payload)
+    within = 2 * 3 / 4 * 4 * 8000  # summed in shards before, and gathered after
+    assert two_way.sent(Compression(), 8000, 2, 4) == SentBytes(within, 2 * payload)
+    compiled_bytes = collectives.sent(explain_sharding(compiled, devices.mesh), devices.mesh.shape)
+    assert (compiled_bytes.within, compiled_bytes.between) == pytest.approx((within, 2 * payload), abs=16)
 
 
 def test_in_a_training_loop_of_ones_own():
@@ -257,6 +345,8 @@ def test_in_a_training_loop_of_ones_own():
         (lambda: Compression(momentum=1.0), r"momentum must be in \[0, 1\); got 1.0"),
         (lambda: Devices(Compression(compressor=TopKEntries(k=500))).reduce(gradients(0)), "500"),
         (lambda: Devices(Compression(compressor=RandomKEntries())), "compressor.scale=none, or error_feedback=none"),
+        (lambda: Compression(compressor=OneBit), r"compressor must be a compressor, such as OneBit\(\).*it is a class"),
+        (lambda: Compression(owner="onebit"), "owner must be a compressor.*got 'onebit': it has no traits, check"),
         (lambda: two_way.flat({"w": np.zeros(3)}), "'w' is float64"),
     ],
 )
