@@ -1,10 +1,12 @@
 """Every recipe can be built anywhere, and every smoke recipe trains."""
 
+import io
 import math
 import pathlib
 
 import numpy as np
 import pytest
+import rich.console
 
 from scalejax import configs
 from scalejax.configs import discovery
@@ -81,6 +83,22 @@ def test_language_smoke_trains_and_sums_up(monkeypatch: pytest.MonkeyPatch, tmp_
     assert closing["val_perplexity"] == pytest.approx(math.exp(closing["val_loss"]))
     assert closing["tokens_per_s"] > 0
     assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.default_cases("llama-tiny_clan")
+@pytest.mark.parametrize("name", ["llama-tiny_sdp4bit", "llama-tiny_clan"])
+def test_few_bits_on_the_wire_train_and_say_what_they_send(name: str, tmp_path: pathlib.Path) -> None:
+    text = tmp_path / "text.py"
+    text.write_text("def double(x):\n    return 2 * x\n" * 400)
+    sizes = ["steps=6", "log_every=3", "data.batch_size=8", "data.length=64", "model.layers=1", "model.unroll=1"]
+    sets = [f"data.path={text}", "data.split.by=position", f"data.folder={tmp_path / 'cache'}", *sizes]
+    said = io.StringIO()
+    console = rich.console.Console(file=said, width=200)
+    closing = loop.train(configs.load(name, sets), workdir=tmp_path / "run", recipe=name, console=console)
+    assert closing["steps"] == 6
+    assert 0 < closing["val_loss"] < 5.5
+    assert 0 < closing["exchange_error"] < 1.5
+    assert "each device sends at least" in said.getvalue()
 
 
 @pytest.mark.slow

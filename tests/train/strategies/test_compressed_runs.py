@@ -1,22 +1,29 @@
 """Whole runs whose gradients travel compressed: killed and resumed, on other devices, beside plain ones; CLAN."""
 
 import functools
+import io
 
 import jax
 import killed_run
 import numpy as np
 import pytest
+import rich.console
 import small_language_run
 from changes import changed
 
 from scalejax import optim
 from scalejax.errors import UserError
-from scalejax.parallel.compression.compressors import Identity, OneBit, TopKEntries
+from scalejax.parallel.compression.compressors import Blocks, Identity, OneBit, TopKEntries
 from scalejax.parallel.compression.two_way import Compression
 from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.links import SentBytes
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop
+from scalejax.parallel.sdp4bit import Sdp4Bit
+from scalejax.plan import explain_sharding
+from scalejax.plan.compiled import collectives
+from scalejax.train import loop, run_folder
 from scalejax.train.checkpoints.checkpoint import Checkpointer
+from scalejax.train.reports import exchange
 from scalejax.train.runs.run import Run
 
 HOSTS = MeshShape(replica=4)
@@ -112,6 +119,63 @@ def test_clan_with_the_identity_is_lans(texts, tmp_path):
         for name, strategy in (("plain", Ddp(accumulate="local")), ("clan", ddp(Identity())))
     )
     assert clan["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-6)
+    # Nothing is left out and nothing remembered; a plain run has no such values.
+    (window,) = windows(tmp_path / "clan")
+    assert window["exchange_error"] == clan["exchange_error"] == 0
+    assert window["exchange_remembered"] == clan["exchange_remembered"] == 0
+    assert "exchange_error" not in windows(tmp_path / "plain")[0]
+
+
+def windows(folder):
+    return [r for r in run_folder.read_lines(folder / "metrics.jsonl") if r["kind"] == "window"]
+
+
+@pytest.mark.slow
+def test_what_grows_and_grows_is_said_while_training_and_in_the_report(texts, tmp_path, monkeypatch):
+    """Of the first steps, in which errors of few values add up."""
+    monkeypatch.setattr(exchange, "GROWING", 3)
+    said = io.StringIO()
+    experiment = experiment_of(texts, ddp(TopKEntries(k=0.01)), log_every=1)
+    closing = loop.train(experiment, workdir=tmp_path, console=rich.console.Console(file=said, width=200))
+    remembered = [window["exchange_remembered"] for window in windows(tmp_path)]
+    assert remembered[0] < remembered[1] < remembered[2] < remembered[3]
+    assert closing["exchange_remembered"] == remembered[-1]
+    assert said.getvalue().count("Warning: What the exchange remembers has grown for 3 windows in a row") == 1
+    assert "Ddp: each device sends at least" in said.getvalue()
+    assert "has grown for 3 windows in a row" in (tmp_path / "report.html").read_text()
+
+
+def test_what_a_run_cannot_go_on_from_or_begin_with_is_refused_before_anything_is_trained(texts):
+    identities = [
+        bound(experiment_of(texts, strategy)).identity()["exchange"]
+        for strategy in (ddp(OneBit()), ddp(Blocks(format="int4:128")), ddp(Blocks(format="int4:2048")))
+    ]
+    assert len(set(identities)) == 3
+    with pytest.raises(UserError, match=r"top-k, k=100000: a row of .* values has no 100000"):
+        bound(experiment_of(texts, ddp(TopKEntries(k=100_000)))).identity()
+    for k in (0, 0.0, 1.5, -1, True):
+        with pytest.raises(UserError, match="k must be a whole number of at least 1, or a fraction"):
+            TopKEntries(k=k)
+
+
+def test_one_device_and_one_host_are_plain_and_say_so(texts):
+    one = bound(experiment_of(texts, ddp(OneBit()), placement__mesh=MeshShape()), devices=1)
+    assert one.program.remarks == ("Ddp: there is one device, so that nothing travels and nothing is compressed.",)
+    host = bound(experiment_of(texts, ddp(OneBit()), placement__mesh=MeshShape()))
+    assert "the mesh has one: they are summed as they are" in host.program.remarks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [ddp(OneBit()), Sdp4Bit()], ids=["onebit", "sdp4bit"])
+def test_bytes_that_a_run_states_are_those_of_its_compiled_step(texts, strategy):
+    """But for what is not gradients: the loss, the norm and metrics, a few numbers each."""
+    program = bound(experiment_of(texts, strategy, placement__mesh=MeshShape(replica=2))).program
+    step, arguments = program.repeated_step()
+    compiled = step.trace(*arguments).lower().compile()
+    found = collectives.sent(explain_sharding(compiled, program.mesh), program.mesh.shape)
+    parts = program.compressed.sent(program.gradients(1).whole(program.model.params), program.mesh.shape)
+    stated = sum(parts.values(), SentBytes())
+    assert (found.within, found.between) == pytest.approx((stated.within, stated.between), rel=0.01, abs=300)
 
 
 @pytest.mark.slow

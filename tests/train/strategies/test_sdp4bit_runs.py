@@ -12,8 +12,9 @@ from changes import changed
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.sdp4bit import Sdp4Bit
-from scalejax.train import loop
+from scalejax.train import loop, run_folder
 from scalejax.train.checkpoints.checkpoint import Checkpointer
+from scalejax.train.experiment import Precision
 from scalejax.train.runs.run import Run
 
 MESH = MeshShape(replica=2)
@@ -44,6 +45,10 @@ def restored(experiment, folder, devices=8):
         stored = run.to_stored(run.restore(checkpoints, None)[0])
     stored["key"] = jax.random.key_data(stored["key"])
     return jax.tree.map(np.asarray, stored)
+
+
+def bound(experiment):
+    return Run.bind(experiment, experiment.data.build(), make_mesh(experiment.placement.mesh))
 
 
 def scored(experiment, folder, devices, spoil=False):
@@ -93,6 +98,32 @@ def test_losses_are_near_those_of_a_plain_run(texts, trained, tmp_path):
     )
     assert trained[1]["val_loss"] == pytest.approx(plain["val_loss"], rel=0.05)
     assert trained[1]["val_loss"] != plain["val_loss"]
+
+
+def test_records_summary_and_report_say_what_is_left_out_and_remembered(trained):
+    folder, said = trained
+    windows = [r for r in run_folder.read_lines(folder / "metrics.jsonl") if r["kind"] == "window"]
+    for window in windows:
+        assert 0.01 < window["exchange_error"] < 0.4  # of 4 bits between two hosts, after 8 within
+        assert 1e-4 < window["exchange_remembered"] < 0.01  # as bfloat16 rounds, and a little more
+    assert said["exchange_error"] == windows[-1]["exchange_error"]
+    assert "Error of the exchange" in (folder / "report.html").read_text()
+
+
+def test_what_does_not_go_is_refused_before_anything_is_allocated(texts, tmp_path):
+    experiment = experiment_of(texts, placement__mesh=MeshShape())
+    with pytest.raises(UserError, match=r"needs several indices of 'replica'.*strategy\.gradients=one_level"):
+        loop.train(experiment, workdir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    identities = {
+        bound(experiment_of(texts, strategy=strategy)).identity()["exchange"]
+        for strategy in (Sdp4Bit(), Sdp4Bit(weight_group=128), Sdp4Bit(weights="quantized"), Sdp4Bit(slow_group=256))
+    }
+    assert len(identities) == 3  # gradients leave nothing behind
+    with jax.enable_x64(True):
+        wide = experiment_of(texts, precision=Precision(params="float64"))
+        with pytest.raises(UserError, match=r"what is quantized is float32, and .* is float64"):
+            bound(wide).identity()
 
 
 def test_parameters_on_the_host_are_refused(texts):
