@@ -168,14 +168,15 @@ def test_one_device_and_one_host_are_plain_and_say_so(texts):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [ddp(OneBit()), Sdp4Bit()], ids=["onebit", "sdp4bit"])
 def test_bytes_that_a_run_states_are_those_of_its_compiled_step(texts, strategy):
-    """But for what is not gradients: the loss, the norm and metrics, a few numbers each."""
-    program = bound(experiment_of(texts, strategy, placement__mesh=MeshShape(replica=2))).program
+    """But for what is not gradients: the loss and the norm, a few numbers."""
+    adam = optim.AdamW()  # without norms of tensors
+    program = bound(experiment_of(texts, strategy, placement__mesh=MeshShape(replica=2), optimizer=adam)).program
     step, arguments = program.repeated_step()
     compiled = step.trace(*arguments).lower().compile()
     found = collectives.sent(explain_sharding(compiled, program.mesh), program.mesh.shape)
     parts = program.compressed.sent(program.gradients(1).whole(program.model.params), program.mesh.shape)
     stated = sum(parts.values(), SentBytes())
-    assert (found.within, found.between) == pytest.approx((stated.within, stated.between), rel=0.01, abs=300)
+    assert (found.within, found.between) == pytest.approx((stated.within, stated.between), abs=128)
 
 
 @pytest.mark.slow
