@@ -34,6 +34,16 @@ def decoded(x, format, seed=None):
 
 
 @BOTH
+def test_a_group_of_zeros_stays_one_and_has_the_scale_0(format):
+    x = np.zeros((2, 256), np.float32)
+    x[0, 3] = 1.0  # beside a group that is not
+    for seed in (None, seed_of(1)):
+        groups = quantize(jnp.asarray(x), format, seed)
+        assert np.count_nonzero(groups.scales) == np.count_nonzero(groups.codes) == 1
+        np.testing.assert_allclose(decoded(x, format, seed), x, rtol=1e-6)
+
+
+@BOTH
 def test_to_nearest_it_is_what_numpy_says(format):
     x = heavy_tailed(3, 256)
     levels, scales = levels_of(x, format)

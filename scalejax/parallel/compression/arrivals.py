@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 
-Row = TypeVar("Row")
+Rows = TypeVar("Rows")
 
 
-def summed(arrived: Row, decode: Callable[[Row], jax.Array]) -> jax.Array:
+def summed(arrived: Rows, decode: Callable[[Rows], jax.Array], n: int) -> jax.Array:
     """float32[n]: rows of what arrived, decoded and added up.
 
     One after the other: the order is that of devices, and one decoded row exists at a time.
@@ -16,6 +17,7 @@ def summed(arrived: Row, decode: Callable[[Row], jax.Array]) -> jax.Array:
     Args:
       arrived: Pytree of arrays [devices, ...].
       decode: Of a row of it, float32[n].
+      n: Values of a row.
     """
-    first, rest = (jax.tree.map(lambda x, part=part: x[part], arrived) for part in (0, slice(1, None)))
-    return jax.lax.scan(lambda total, row: (total + decode(row), None), decode(first), rest)[0]
+    zeros = jnp.zeros(n, jnp.float32)
+    return jax.lax.scan(lambda total, row: (total + decode(row), None), zeros, arrived)[0]

@@ -81,8 +81,9 @@ class QuantizedExchange(blocks.Stateless):
         shape = (first.shape[0] // count, *first.shape[1:])
         sent = codec.encode(first.reshape(count, -1), self.reduce_format)
         arrived = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)  # row r from device r
-        decoded = functools.partial(codec.decode, format=self.reduce_format, length=math.prod(shape))
-        total = jnp.moveaxis(arrivals.summed(arrived, decoded).reshape(shape), 0, dim)
+        values = math.prod(shape)
+        decode = functools.partial(codec.decode, format=self.reduce_format, length=values)
+        total = jnp.moveaxis(arrivals.summed(arrived, decode, values).reshape(shape), 0, dim)
         rest = tuple(a for a in self.plain.axes if a not in axes and a not in self.plain.layouts[path].apart)
         return jax.lax.psum(total, rest) if rest else total
 

@@ -23,6 +23,7 @@ Source: Zhong, Xie, Zheng, Lin, "Compressed Communication for Distributed Traini
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -206,7 +207,8 @@ def reduced(
         new["worker"] = rows - compression.compressor.decode(payload, chunks.size, keys[0])
     left_out = [_left_out(context, given, compression.compressor, payload, keys[0])]
     arrived = jax.tree.map(lambda x: jax.lax.all_to_all(x, slow, 0, 0, tiled=True), payload)
-    total = given = arrivals.summed(arrived, lambda row: _decode_row(compression.compressor, row, chunks.size, keys[0]))
+    decode = functools.partial(_decode_row, compression.compressor, n=chunks.size, key=keys[0])
+    total = given = arrivals.summed(arrived, decode, chunks.size)
     if "owner" in state:
         total = total + factor * state["owner"]
     payload = compression.of_owners.encode(total[None], keys[1])
