@@ -47,7 +47,7 @@ def _render_plan(result: PlanResult, console: "Console") -> None:
         console.print(f"The compiler: {room.message}", markup=False)
     if result.roofline is not None:
         console.print(_collectives(result))
-        console.print(links.described("A step", {"": result.sent}))
+        console.print(links.described("the step", {"": result.sent}))
         console.print(_roofline(result))
         console.print(
             f"predicted step: at least {duration(result.roofline.predicted_step_s)}, limited by "

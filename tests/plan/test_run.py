@@ -7,6 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
+from scalejax.parallel.links import SentBytes
 from scalejax.plan import PlanResult, render, topology
 from scalejax.plan.compiled.collectives import Collective
 from scalejax.plan.compiled.memory import MemoryPlan
@@ -55,6 +56,16 @@ def test_json_has_the_agreed_fields_and_survives_a_round_trip(result):
     assert found["collectives"][0] == {
         "kind": "all-to-all", "axis": "fsdp", "bytes": 2**20, "count": 3, "group_size": 8, "minimum_bytes": 917504,
     }  # fmt: skip
+    assert found["sent_bytes"] == {"within": 7 / 8 * 2**20, "between": 0}
+    hosts = dataclasses.replace(
+        result,
+        mesh={"replica": 2, "fsdp": 4},
+        collectives=tuple(
+            dataclasses.replace(result.collectives[0], axes=axes, group_size=size)
+            for axes, size in ((("replica", "fsdp"), 8), (("replica",), 2), (("fsdp",), 4))
+        ),
+    )
+    assert hosts.sent == SentBytes((3 / 8 + 3 / 4) * 2**20, (1 / 2 + 1 / 2) * 2**20)
     assert found["predicted_step_s"] == 2e-3
     assert found["roofline"]["limit"] == "hbm"
     # Model FLOPs over time and the bfloat16 peak of 4 chips.
@@ -65,6 +76,7 @@ def test_tables_show_memory_collectives_limit_and_what_did_not_divide(result):
     text = _text(result)
     for expected in ("tpu7x:2x2x1", "fits", "95 GiB", "50.00 %", "all-to-all", "2 ms <- limit", "limited by memory"):
         assert expected in text
+    assert "at least 896 KiB a step within its index of replica and 0 B to others." in text
     assert "layers/0/bias" in text
     assert "mesh splits an axis" in text
 
