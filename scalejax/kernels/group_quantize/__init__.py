@@ -1,14 +1,26 @@
 """Groups of values as integers of 4 or 8 bits under a float32 scale, for what travels between devices (SDP4Bit)."""
 
 from scalejax.kernels.group_quantize.api import (
-    TRANSFORM,
-    IntGroups,
-    QuantizedGroups,
     dequantize,
-    from_bytes,
+    dequantize_add,
+    dequantize_sum,
     hadamard,
     quantize,
-    to_bytes,
+    requantize,
 )
+from scalejax.kernels.group_quantize.groups import IntGroups, QuantizedGroups, from_bytes, to_bytes
+from scalejax.kernels.group_quantize.values import TRANSFORM
 
-__all__ = ["TRANSFORM", "IntGroups", "QuantizedGroups", "dequantize", "from_bytes", "hadamard", "quantize", "to_bytes"]
+__all__ = [
+    "TRANSFORM",
+    "IntGroups",
+    "QuantizedGroups",
+    "dequantize",
+    "dequantize_add",
+    "dequantize_sum",
+    "from_bytes",
+    "hadamard",
+    "quantize",
+    "requantize",
+    "to_bytes",
+]

@@ -1,72 +1,92 @@
 """By XLA: loops over the values of a group, which lie together in memory, become vector instructions."""
 
 import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
-from scalejax.numerics.stochastic import hash_bits
+from scalejax import compat
+from scalejax.kernels.group_quantize import values
+from scalejax.kernels.group_quantize.groups import IntGroups
 
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def quantize(x: jax.Array, bits: int, size: int, seed: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`api.quantize`: codes and scales."""
-    levels = 2 ** (bits - 1) - 1
-    groups = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    largest = jnp.abs(groups).max(axis=-1, keepdims=True)
-    scales = jnp.where(jnp.isfinite(largest), largest / levels, jnp.nan)
-    # A subnormal scale is 0 on some devices, and its inverse is infinite: such a group is one of zeros.
-    scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
-    y = groups * jnp.where(scales > 0, levels / largest, 0)
-    if seed is None:
-        level = jnp.round(y)
-    else:
-        level = jnp.floor(y + _uniform(groups.shape, seed))
-    level = jnp.clip(level, -levels, levels).astype(jnp.int32)
-    if bits == 8:
-        codes = level.astype(jnp.int8).view(jnp.uint8)
-    else:
-        low, high = level[..., : size // 2], level[..., size // 2 :]
-        codes = ((low & 15) | ((high & 15) << 4)).astype(jnp.uint8)
-    return codes.reshape(*x.shape[:-1], x.shape[-1] * bits // 8), scales[..., 0]
+_IN_CACHE = 2**14
+"""Values that a CPU transforms at a time: all five stages then take no longer than one product by the matrix."""
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def dequantize(codes: jax.Array, scales: jax.Array, bits: int, size: int) -> jax.Array:
-    """`api.dequantize`."""
-    apart = codes.reshape(*scales.shape, size * bits // 8)
-    if bits == 8:
-        levels = apart.view(jnp.int8)
-    else:
-        signed = apart.view(jnp.int8)
-        levels = jnp.concatenate([(signed << 4) >> 4, signed >> 4], axis=-1)
-    values = levels.astype(jnp.float32) * scales[..., None]
-    return values.reshape(*scales.shape[:-1], scales.shape[-1] * size)
+@functools.partial(jax.jit, static_argnames=("format", "transform"))
+def quantize(
+    x: jax.Array, seed: jax.Array | None, *, format: IntGroups, transform: bool
+) -> tuple[jax.Array, jax.Array]:
+    """uint8[n bits / 8] and float32[n / size] of float32[n]; `seed` is uint32[]."""
+    groups = (hadamard(x) if transform else x).reshape(-1, format.size)
+    # Of floats: a maximum of integers over so many neighbours is no vector instruction.
+    largest = values.magnitude(jnp.max(jnp.abs(groups), axis=1, keepdims=True))
+    scales, factor = values.scale_and_factor(largest, format.bits)
+    drawn = None
+    if seed is not None:
+        drawn = values.chance(seed, lax.iota(jnp.uint32, x.size).reshape(groups.shape))
+    level = values.level(groups, factor, format.bits, drawn)
+    if format.bits == 4:
+        level = values.in_bytes(level.reshape(-1, 2, format.size // 2))
+    return level.astype(jnp.uint8).reshape(-1), scales[:, 0]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def hadamard(x: jax.Array, order: int) -> jax.Array:
-    """`api.hadamard`."""
-    blocks = x.reshape(-1, order)
-    product = jnp.dot(blocks, walsh_hadamard(order), precision="highest")
-    return product.reshape(x.shape)
+@functools.partial(jax.jit, static_argnames=("format", "transform", "to"))
+def combine(
+    codes: jax.Array,
+    scales: jax.Array,
+    base: jax.Array | None,
+    seed: jax.Array | None,
+    *,
+    format: IntGroups,
+    transform: bool,
+    to: IntGroups | None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """The sum of quantized rows, [rows, ...], one after the other, and what becomes of it.
+
+    Args:
+      codes, scales: uint8[rows, n bits / 8], float32[rows, n / size].
+      base: float[n] that they are added to, or None. The result has its dtype.
+      seed: uint32[] of `to`.
+      format: Of the rows.
+      transform: Whether the sum is transformed and divided by 32.
+      to: What it is quantized to, or None.
+    """
+
+    def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + _decode(*row, format), None
+
+    # One decoded row exists at a time.
+    first, rest = (codes[0], scales[0]), (codes[1:], scales[1:])
+    start = _decode(*first, format)
+    if base is not None:
+        start = base.astype(jnp.float32) + start
+    total, _ = lax.scan(add, start, rest)
+    if transform:
+        total = hadamard(total) * (1 / values.TRANSFORM)
+    if to is not None:
+        return quantize(total, seed, format=to, transform=False)
+    return total if base is None else total.astype(base.dtype)
 
 
-def walsh_hadamard(order: int) -> np.ndarray:
-    """float32[order, order] of +-1, by Sylvester's construction; order is a power of two."""
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < order:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix
+@jax.jit
+def hadamard(x: jax.Array) -> jax.Array:
+    """`api.hadamard`, in sums of two, so that their order is that of every implementation."""
+    flat = x.reshape(-1)
+    if compat.platform() == "cpu" and flat.size > _IN_CACHE:
+        filled = jnp.pad(flat, (0, -flat.size % _IN_CACHE)).reshape(-1, _IN_CACHE)
+        return lax.map(_butterfly, filled).reshape(-1)[: flat.size].reshape(x.shape)
+    return _butterfly(flat).reshape(x.shape)
 
 
-def _uniform(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
-    """float32 in [0, 1) in steps of 2^-24, by place."""
-    place = jnp.zeros(shape, jnp.uint32)
-    step = 1
-    for axis in range(len(shape) - 1, -1, -1):
-        place += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(step % 2**32)
-        step *= shape[axis]
-    # No more than one round of the hash a value: the seed is mixed once.
-    return (hash_bits(hash_bits(seed[0], seed[1]), place) >> 8).astype(jnp.float32) * 2.0**-24
+def _decode(codes: jax.Array, scales: jax.Array, format: IntGroups) -> jax.Array:
+    apart = codes.reshape(-1, 1, format.size * format.bits // 8).astype(jnp.int32)
+    level = values.from_bytes(apart[:, 0]) if format.bits == 4 else values.signed(apart, 8)
+    return values.value(level, scales[:, None, None]).reshape(-1)
+
+
+def _butterfly(x: jax.Array) -> jax.Array:
+    for half in values.HALVES:
+        pairs = x.reshape(-1, 2, half)
+        x = jnp.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+    return x.reshape(-1)
