@@ -25,7 +25,8 @@ HALVES = (1, 2, 4, 8, 16)
 
 _FRACTION = 24
 """Bits of the fraction of a level: 127 and a fraction fill an int32."""
-_NAN = 0x7FC00000
+NAN = 0x7FC00000
+"""Bits of the usual NaN."""
 
 
 def top_level(bits: int) -> int:
@@ -114,7 +115,7 @@ def signed(code: "Int32[Array, '*shape']", bits: int) -> "Int32[Array, '*shape']
 
 def rounded(product: "Float32[Array, '*shape']") -> "Float32[Array, '*shape']":
     """The same, which no compiler merges with a sum: it cannot know that no NaN but the usual one occurs."""
-    return lax.bitcast_convert_type(jnp.minimum(lax.bitcast_convert_type(product, jnp.int32), _NAN), jnp.float32)
+    return lax.bitcast_convert_type(jnp.minimum(lax.bitcast_convert_type(product, jnp.int32), NAN), jnp.float32)
 
 
 def mixed_seed(seed: jax.Array) -> jax.Array:
