@@ -29,8 +29,9 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.kernels import group_quantize
-from scalejax.kernels.group_quantize import IntGroups
+from scalejax.kernels.group_quantize import IntGroups, Transform, check_group_size
 from scalejax.parallel import links
+from scalejax.parallel.compression import codec
 from scalejax.parallel.ddp import MIB, buckets
 from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.blocks import Arrays, DTypeName, ParamLayout, States, StepContext, WholeCopy, axes_of
@@ -69,7 +70,7 @@ class Sdp4Bit(blocks.ExplicitForm):
 
     weights: Weights = "differences"
     gradients: Hops = "two_level"
-    transform: Literal["hadamard", "none"] = "hadamard"
+    transform: Transform = "hadamard"
     weight_bits: Bits = 4
     weight_group: int = 2048
     fast_bits: Bits = 8
@@ -86,7 +87,7 @@ class Sdp4Bit(blocks.ExplicitForm):
     def __post_init__(self) -> None:
         for field, choices in (("weights", Weights), ("gradients", Hops)):
             check_one_of(f"Sdp4Bit: {field}", getattr(self, field), get_args(choices))
-        check_one_of("Sdp4Bit: transform", self.transform, ("hadamard", "none"))
+        check_one_of("Sdp4Bit: transform", self.transform, get_args(Transform))
         check_one_of("Sdp4Bit: weight_rounding", self.weight_rounding, ("stochastic", "nearest"))
         blocks.check_dtypes("Sdp4Bit", param_dtype=self.param_dtype, output_dtype=self.output_dtype)
         check_at_least("Sdp4Bit: gradients_from_step", self.gradients_from_step, 0)
@@ -103,12 +104,7 @@ class Sdp4Bit(blocks.ExplicitForm):
         """
         bits, size = getattr(self, f"{kind}_bits"), getattr(self, f"{kind}_group")
         check_one_of(f"Sdp4Bit: {kind}_bits", bits, get_args(Bits))
-        if size < 1 or size % group_quantize.TRANSFORM:
-            nearest = max(1, round(size / group_quantize.TRANSFORM)) * group_quantize.TRANSFORM
-            raise UserError(
-                f"Sdp4Bit: {kind}_group must be a positive multiple of {group_quantize.TRANSFORM}, the values that a "
-                f"Hadamard transform mixes; got {size}. The nearest is {nearest}."
-            )
+        check_group_size(f"Sdp4Bit: {kind}_group", size)
         return None if bits == 32 else IntGroups(bits=bits, size=size)
 
     @property
@@ -327,35 +323,42 @@ class Sdp4BitExchange:
         rest = tuple(axis for axis in self.plain.axes if axis not in axes)
         for number, bucket in enumerate(buckets(gradients, s.bucket_bytes)):
             flat = self._flat({path: gradients[path] for path in bucket})
-            x = _filled(flat.rows({path: gradients[path] for path in bucket}), multiple)  # a row for each device
-            if s.transform == "hadamard":
-                x = group_quantize.hadamard(x)
+            # A row for each device.
+            x = _filled(flat.rows({path: gradients[path] for path in bucket}, jnp.float32), multiple)
             seeds = self._seeds(context, axes, 2 * number, first or second)
             if fast:
                 # Rows of one slow index stay together, and shards arrive where they belong.
                 x = x.reshape(_size(slow), _size(fast), -1).swapaxes(0, 1).reshape(_size(fast), -1)
-                left_out.append(self._left_out(context, x, first, seeds))
-                x = _hop(x, fast, first, seeds).reshape(_size(slow), -1)
+                n, first_sent = x.shape[1], _encoded(x, first, seeds, s.transform)
+                left_out.append(self._left_out(context, functools.partial(_given, x, s.transform), first_sent, first))
+                arrived = _exchanged(first_sent, fast)
                 seeds = self._seeds(context, axes, 2 * number + 1, second)
-            left_out.append(self._left_out(context, x, second, seeds))
-            x = _hop(x, slow, second, seeds)
-            if s.transform == "hadamard":
-                x = group_quantize.hadamard(x) / group_quantize.TRANSFORM
+                sent = _passed_on(arrived, n, first, second, seeds, _size(slow))
+                given = functools.partial(_summed_rows, arrived, n, first, _size(slow))
+            else:
+                sent = _encoded(x, second, seeds, s.transform)
+                given = functools.partial(_given, x, s.transform)
+            left_out.append(self._left_out(context, given, sent, second))
+            x = _summed(_exchanged(sent, slow), x.size // _size(axes), second, s.transform)
             x = jax.lax.psum(x, rest) if rest else x
             reduced |= flat.shards(x[: flat.length])
         return reduced, jax.tree.map(lambda *squares: sum(squares), *left_out)
 
     def _left_out(
-        self, context: StepContext | None, x: jax.Array, format: IntGroups | None, seed: jax.Array | None
+        self, context: StepContext | None, given: Callable[[], jax.Array], sent: jax.Array, format: IntGroups | None
     ) -> jax.Array | None:
-        """float32[]: the squares of what rounding leaves out of x, in units of gradients; None = not measured."""
+        """float32[]: the squares of what rounding left out, in units of gradients; None = not measured."""
         if context is None or context.measure is None:
             return None
         if format is None:
             return jnp.float32(0)
-        squares = context.left_out(
-            x, lambda: group_quantize.dequantize(group_quantize.quantize(x, format, seed), format)
-        )
+
+        def missed() -> jax.Array:
+            x = given()
+            groups = group_quantize.from_bytes(sent, x.shape[-1], format)
+            return group_quantize.dequantize(groups, format, implementation=codec.implementation(x)) - x
+
+        squares = context.left_out(missed)
         return squares / (group_quantize.TRANSFORM if self.strategy.transform == "hadamard" else 1)  # H H = 32 I
 
     def _updated(self, axes: tuple[str, ...], shards: Arrays, state: States, context: StepContext | None) -> Arrays:
@@ -368,21 +371,28 @@ class Sdp4BitExchange:
             if s.weights == "differences":
                 mine = flat.shards_of({path: state[path].value.astype(jnp.float32) for path in bucket})
                 own = {path: own[path] - mine[path] for path in bucket}
-            sent = flat.row(own)
+            base, sent = None, flat.row(own)
+            if s.weights == "differences":
+                halves = all(state[path].value.dtype == jnp.bfloat16 for path in bucket)
+                base = flat.rows({path: state[path].value for path in bucket}, jnp.bfloat16 if halves else jnp.float32)
             if format is None:
                 arrived = jax.lax.all_gather(sent, axes)
+                moved = arrived if base is None else base.astype(jnp.float32) + arrived
             else:
                 sent = _filled(sent, format.size)
                 seed = None
                 if s.weight_rounding == "stochastic":
                     seed = self._seeds(context, axes, -1 - number, format)
-                data = group_quantize.to_bytes(group_quantize.quantize(sent, format, seed))
-                data = jax.lax.all_gather(data, axes)
-                arrived = group_quantize.dequantize(group_quantize.from_bytes(data, sent.shape[-1], format), format)
-            for path, x in flat.whole(arrived[:, : flat.length]).items():
-                old = state[path].value
-                whole = old.astype(jnp.float32) + x if s.weights == "differences" else x
-                copies[path] = whole.astype(old.dtype)
+                groups = jax.lax.all_gather(_encoded(sent, format, seed, "none"), axes)
+                groups = group_quantize.from_bytes(groups, sent.shape[-1], format)
+                how = codec.implementation(sent)
+                if base is None:
+                    moved = group_quantize.dequantize(groups, format, implementation=how)
+                else:
+                    base = _filled(base, format.size)
+                    moved = group_quantize.dequantize_add(base, groups, format, implementation=how)
+            for path, x in flat.whole(moved[:, : flat.length]).items():
+                copies[path] = x.astype(state[path].value.dtype)
         return copies
 
     def _seeds(
@@ -425,11 +435,11 @@ class _Flat:
     def _sizes(self) -> list[int]:
         return [math.prod(shape) // _size(self.axes) for shape in self.shapes.values()]
 
-    def rows(self, whole: Arrays) -> jax.Array:
-        """[devices, length] of whole arrays."""
+    def rows(self, whole: Arrays, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """`dtype`[devices, length] of whole arrays."""
         count = _size(self.axes)
         parts = [jnp.moveaxis(whole[path], dim, 0).reshape(count, -1) for path, dim in self.dims.items()]
-        return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=1)
+        return jnp.concatenate([part.astype(dtype) for part in parts], axis=1)
 
     def row(self, shards: Arrays) -> jax.Array:
         """[length] of the shards of this device."""
@@ -460,17 +470,46 @@ class _Flat:
         return jnp.moveaxis(parts.reshape(first, *shape), 0, dim)
 
 
-def _hop(x: jax.Array, axes: tuple[str, ...], format: IntGroups | None, seed: jax.Array | None) -> jax.Array:
-    """float32[devices, n], a row for each device of the axes -> [n], the sum of what all of them had for this one."""
+def _given(x: jax.Array, transform: Transform) -> jax.Array:
+    return group_quantize.hadamard(x) if transform == "hadamard" else x
+
+
+def _encoded(x: jax.Array, format: IntGroups | None, seed: jax.Array | None, transform: Transform) -> jax.Array:
+    """float32[..., n] as it travels: bytes, or what it is."""
     if format is None:
-        arrived, decode = jax.lax.all_to_all(x, axes, 0, 0, tiled=True), lambda row: row
-    else:
-        data = group_quantize.to_bytes(group_quantize.quantize(x, format, seed))
-        arrived = jax.lax.all_to_all(data, axes, 0, 0, tiled=True)
-        decode = lambda row: group_quantize.dequantize(group_quantize.from_bytes(row, x.shape[1], format), format)  # noqa: E731
-    # One after the other: the order is that of devices, and one decoded row exists at a time.
-    total, _ = jax.lax.scan(lambda total, row: (total + decode(row), None), decode(arrived[0]), arrived[1:])
-    return total
+        return _given(x, transform)
+    how = codec.implementation(x)
+    return group_quantize.to_bytes(group_quantize.quantize(x, format, seed, transform=transform, implementation=how))
+
+
+def _exchanged(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[devices, ...], a row for each device of the axes -> what all of them had for this one."""
+    return jax.lax.all_to_all(rows, axes, 0, 0, tiled=True)
+
+
+def _summed(arrived: jax.Array, n: int, format: IntGroups | None, transform: Transform) -> jax.Array:
+    """[devices, ...], n values each -> float32[n]. One after the other: the order is that of devices."""
+    if format is not None:
+        groups, how = group_quantize.from_bytes(arrived, n, format), codec.implementation(arrived)
+        return group_quantize.dequantize_sum(groups, format, transform=transform, implementation=how)
+    total, _ = jax.lax.scan(lambda total, row: (total + row, None), arrived[0], arrived[1:])
+    return group_quantize.hadamard(total) / group_quantize.TRANSFORM if transform == "hadamard" else total
+
+
+def _summed_rows(arrived: jax.Array, n: int, format: IntGroups | None, rows: int) -> jax.Array:
+    return _summed(arrived, n, format, "none").reshape(rows, -1)
+
+
+def _passed_on(
+    arrived: jax.Array, n: int, format: IntGroups | None, to: IntGroups | None, seed: jax.Array | None, rows: int
+) -> jax.Array:
+    """[devices, ...], n values each -> their sum as it travels on, cut into rows."""
+    if format is None or to is None:
+        return _encoded(_summed_rows(arrived, n, format, rows), to, seed, "none")
+    groups = group_quantize.from_bytes(arrived, n, format)
+    groups = jax.tree.map(lambda array: array.reshape(array.shape[0], rows, -1), groups)
+    how = codec.implementation(arrived)
+    return group_quantize.to_bytes(group_quantize.requantize(groups, format, to, seed, implementation=how))
 
 
 def _bytes(format: IntGroups | None) -> float:

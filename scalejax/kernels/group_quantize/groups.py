@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from jaxtyping import UInt8
 
 
+def check_group_size(name: str, size: int) -> None:
+    """Refuses sizes of groups in which no whole transforms lie.
+
+    Raises:
+      UserError: names the nearest.
+    """
+    if size < 1 or size % TRANSFORM:
+        nearest = max(1, round(size / TRANSFORM)) * TRANSFORM
+        raise UserError(
+            f"{name} must be a positive multiple of {TRANSFORM}, so that a Hadamard transform lies in one group; got "
+            f"{size}. The nearest is {nearest}."
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IntGroups:
     """How values travel.
@@ -28,12 +42,7 @@ class IntGroups:
 
     def __post_init__(self) -> None:
         check_one_of("IntGroups: bits", self.bits, (4, 8))
-        if self.size < 1 or self.size % TRANSFORM:
-            nearest = max(1, round(self.size / TRANSFORM)) * TRANSFORM
-            raise UserError(
-                f"IntGroups: size must be a positive multiple of {TRANSFORM}, so that a Hadamard transform lies in one "
-                f"group; got {self.size}. The nearest is {nearest}."
-            )
+        check_group_size("IntGroups: size", self.size)
 
     @property
     def levels(self) -> int:

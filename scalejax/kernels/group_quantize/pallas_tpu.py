@@ -15,6 +15,7 @@ Compiled for every chip and interpreted; it has not run on a TPU.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,20 +58,20 @@ def quantize(
     cut = _Cut(x.size, format)
 
     def kernel(*refs: Ref) -> None:
-        given, made, (work, *held) = refs[: len(operands)], refs[len(operands) :][:2], refs[len(operands) + 2 :]
-        work[...] = given[0][...]
+        (x, *seeds), (codes, scales, work, *held) = refs[: len(operands)], refs[len(operands) :]
+        work[...] = x[...]
         if transform:
             _transform(work)
-        _quantize(work, *made, *held, format, given[1:], pl.program_id(0) * cut.rows)
+        _quantize(work, codes, scales, held, format, seeds, pl.program_id(0) * cut.rows)
 
     operands, specs = [cut.values(x)], [cut.spec(cut.rows)]
     if seed is not None:
         operands, specs = [*operands, seed.reshape(1)], [*specs, pl.BlockSpec(memory_space=pltpu.SMEM)]
-    made = _call(
+    codes, scales = _call(
         kernel, (cut.steps,), specs, cut.specs(format), operands, cut.shapes(format),
         [_float32(cut.rows), *cut.held(format)], name="group_quantize", interpret=interpret,
     )  # fmt: skip
-    return cut.back(*made, format)
+    return cut.back(codes, scales, format)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "transform", "to", "interpret"))
@@ -90,16 +91,15 @@ def combine(
     cut = _Cut(groups * format.size, format, *([] if to is None else [to]))
 
     def kernel(*refs: Ref) -> None:
-        inputs, outputs, scratch = refs[: len(operands)], refs[len(operands) :][: len(out)], refs[-len(held) :]
-        codes, scales, *rest = inputs
-        total, *own = scratch[:3]
+        codes, scales, *rest = refs[: len(operands)]
+        made, (total, *scratch) = refs[len(operands) : -len(held)], refs[-len(held) :]
         step, row = pl.program_id(0), pl.program_id(1)
 
         @pl.when(row == 0)
         def _() -> None:
             total[...] = jnp.zeros_like(total) if base is None else rest[0][...].astype(jnp.float32)
 
-        _add(total, codes, scales, *own, format)
+        _add(total, codes, scales, scratch[:2], format)
 
         @pl.when(row == count - 1)
         def _() -> None:
@@ -107,9 +107,9 @@ def combine(
                 _transform(total)
                 total[...] = total[...] * (1 / values.TRANSFORM)
             if to is None:
-                outputs[0][...] = total[...].astype(outputs[0].dtype)
+                made[0][...] = total[...].astype(made[0].dtype)
             else:
-                _quantize(total, *outputs, *scratch[3:], to, rest, step * cut.rows)
+                _quantize(total, made[0], made[1], scratch[2:], to, rest, step * cut.rows)
 
     code_rows = cut.rows * format.bits // 8
     operands = [cut.bytes_of(codes, format), cut.scales_of(scales, format)]
@@ -131,7 +131,7 @@ def combine(
         kernel, (cut.steps, count), specs, out_specs, operands, out, held,
         name="group_dequantize" if to is None else "group_requantize", interpret=interpret,
     )  # fmt: skip
-    return made[0].reshape(-1)[: cut.n] if to is None else cut.back(*made, to)
+    return made[0].reshape(-1)[: cut.n] if to is None else cut.back(made[0], made[1], to)
 
 
 class _Cut:
@@ -200,9 +200,16 @@ def _transform(ref: Ref) -> None:
 
 
 def _quantize(
-    rows: Ref, codes: Ref, scales: Ref, held: Ref, levels: Ref, format: IntGroups, seeds: Any, first: jax.Array
+    rows: Ref,
+    codes: Ref,
+    scales: Ref,
+    scratch: Sequence[Ref],
+    format: IntGroups,
+    seeds: Sequence[Ref],
+    first: jax.Array,
 ) -> None:
     """Codes and scales of float32[rows, 128], of which the first is row `first` of the array."""
+    held, levels = scratch
     k, bits = format.size // LANES, format.bits
     shape = (_AT_ONCE, LANES)
     group, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
@@ -243,8 +250,9 @@ def _quantize(
     codes[...] = held[...].astype(jnp.uint8)
 
 
-def _add(total: Ref, codes: Ref, scales: Ref, held: Ref, levels: Ref, format: IntGroups) -> None:
+def _add(total: Ref, codes: Ref, scales: Ref, scratch: Sequence[Ref], format: IntGroups) -> None:
     """Adds what codes and scales stand for to float32[rows, 128]."""
+    held, levels = scratch
     k, bits = format.size // LANES, format.bits
     held[...] = codes[...].astype(jnp.int32)
 
@@ -287,7 +295,7 @@ def _turned(x: jax.Array) -> jax.Array:
     return pltpu.roll(x, LANES // 2, 1)
 
 
-def _span(start: jax.Array, count: int, stride: int) -> pl.Slice:
+def _span(start: jax.Array, count: int, stride: int) -> slice | pl.Slice:
     """`count` rows, `stride` apart."""
     return pl.ds(start, count, stride=stride)
 

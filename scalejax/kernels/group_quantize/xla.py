@@ -1,6 +1,7 @@
 """By XLA: loops over the values of a group, which lie together in memory, become vector instructions."""
 
 import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax

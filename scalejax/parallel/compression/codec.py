@@ -18,7 +18,7 @@ the rule "floor", which all those formats have by default: it is refused, and sc
 """
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def encode(
     check_format(found, scale_rule=scale_rule, rounding=rounding)
     packed = api.quantize_blocks(
         x, found, axis=-1, scale_rule=scale_rule, rounding=rounding, key=None if key is None else hash_key(key),
-        tail="pad", implementation=_implementation(x),
+        tail="pad", implementation=implementation(x),
     )  # fmt: skip
     scales = packed.scales
     if found.scale == "float32":
@@ -116,7 +116,20 @@ def decode(
         axis=-1,
         length=length,
     )
-    return api.dequantize_blocks(packed, dtype, implementation=_implementation(data))
+    return api.dequantize_blocks(packed, dtype, implementation=implementation(data))
+
+
+def implementation(x: jax.Array) -> Literal["xla"] | None:
+    """For operations of `scalejax.kernels`: None, the kernels of the platform, where compilers take them.
+
+    That is where every axis of the mesh is manual and none is checked.
+
+    Args:
+      x: What is encoded or decoded.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    return None if manual and not jax.typeof(x).manual_axis_type.varying else "xla"
 
 
 def check_format(format: BlockFormat, *, scale_rule: ScaleRule | None = None, rounding: Rounding) -> None:
@@ -135,13 +148,6 @@ def check_format(format: BlockFormat, *, scale_rule: ScaleRule | None = None, ro
             f'rounding="stochastic" is biased for {format.name} under scale_rule="{scale_rule or "floor"}": the '
             'largest value of a block can saturate. Take scale_rule="rceil", or int8:128 or int4:128.'
         )
-
-
-def _implementation(x: jax.Array) -> api.Implementation | None:
-    """The kernels of the platform where compilers take them: every axis of the mesh manual, and no check of them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
-    return None if manual and not jax.typeof(x).manual_axis_type.varying else "xla"
 
 
 def _sizes(count: int, format: BlockFormat) -> tuple[int, int, int]:

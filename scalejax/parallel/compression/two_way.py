@@ -282,7 +282,7 @@ def _left_out(
     """float32[]: the squares of what a message lacks of what was to be sent, or has too much; None = not measured."""
     if context is None or context.measure is None:
         return None
-    return context.left_out(given, lambda: compressor.decode(payload, given.shape[1], key))
+    return context.left_out(lambda: compressor.decode(payload, given.shape[1], key) - given)
 
 
 def _decode_row(compressor: Compressor, row: Mapping[str, jax.Array], n: int, key: jax.Array | None) -> jax.Array:

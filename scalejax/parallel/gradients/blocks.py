@@ -126,19 +126,17 @@ class StepContext:
     rate_ratio: jax.Array | None = None
     measure: jax.Array | None = None
 
-    def left_out(self, given: jax.Array, sent: Callable[[], jax.Array]) -> jax.Array:
-        """float32[]: the sum of squares of `sent()` - `given`, 0 in steps that do not measure; with `measure` alone.
+    def left_out(self, missed: Callable[[], jax.Array]) -> jax.Array:
+        """float32[]: the sum of squares of `missed()`, 0 in steps that do not measure; with `measure` alone.
 
         It is computed anew from what is there anyway, in a branch of its own: other steps pay nothing, and the bits of
         a step do not depend on whether it measures.
 
         Args:
-          given: float32[...], what this device had to send.
-          sent: What the others make of what it sends.
+          missed: What the others make of what this device sends, less what it had to send.
         """
         assert self.measure is not None
-        missed = lambda: jnp.square(sent() - given).sum()  # noqa: E731
-        return jax.lax.cond(self.measure, missed, lambda: jnp.float32(0))
+        return jax.lax.cond(self.measure, lambda: jnp.square(missed()).sum(), lambda: jnp.float32(0))
 
 
 @jax.tree_util.register_dataclass
