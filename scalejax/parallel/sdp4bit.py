@@ -18,7 +18,7 @@ are independent of each other: the first hop of one can travel with the second h
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
 import jax

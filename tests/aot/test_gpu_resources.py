@@ -17,6 +17,7 @@ from aot import (
     test_block_quant,
     test_embedding_kernels,
     test_flash_attention,
+    test_group_quantize,
     test_grouped_matmul,
     test_mx,
     test_paged_attention,
@@ -91,6 +92,11 @@ def product():
     return compiled(multiply, on((512, 1024), jnp.bfloat16), on((1024, 512), jnp.bfloat16))
 
 
+def integer_groups(what):
+    function, *shapes = test_group_quantize.programs("int4:128", "pallas_gpu")[what]
+    return compiled(function, *jax.tree.map(lambda array: on(array.shape, array.dtype), shapes))
+
+
 def sampled():
     program = test_sampled_spmm._sampled("pallas_gpu", width=test_sampled_spmm.WIDTH, strategy="fastrand")
     return test_sampled_spmm._compile(
@@ -122,6 +128,9 @@ CASES = {
     "MX quantize": quantize,
     "MX dequantize": dequantize,
     "MX product": product,
+    "integer groups, quantize": lambda: integer_groups("quantize"),
+    "integer groups, sum": lambda: integer_groups("sum"),
+    "integer groups, requantize": lambda: integer_groups("requantize"),
     "sampled product": sampled,
     "exact product": exact,
     "grouped products": lambda: grouped(jnp.bfloat16),
