@@ -34,6 +34,7 @@ _NAMES = (
     "flash_attention",
     "grouped_matmul",
     "mx_quantize",
+    "gradient_compressors",
     "spmm",
     "data_pipeline",
     "text_pipeline",
