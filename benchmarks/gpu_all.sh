@@ -6,7 +6,8 @@
 # What does not fit the time is left out and named at the end; what fails does not stop the rest. Attention is compared
 # with cuDNN; peers of other benchmarks run on a CPU only, so scalejax is timed alone there. Each JSON file becomes a table with benchmarks/results_table.py; the embedding
 # kernels are compared with XLA and with a copy, line by line, in embedding_kernels.jsonl, those of packed blocks in
-# mx_kernels.jsonl, those of sparse products with cuSPARSE in sparse_kernels.jsonl.
+# mx_kernels.jsonl, those of integer groups in group_kernels.jsonl, those of sparse products with cuSPARSE in
+# sparse_kernels.jsonl.
 set -uo pipefail
 
 cd "$(dirname "$0")/.."
@@ -50,6 +51,7 @@ step doctor 60 doctor
 run embedding_kernels 240 benchmarks/gpu_embedding.py --seconds 210 --json "$out/embedding_kernels.jsonl"
 run row_lookup 120 benchmarks/row_lookup.py --seconds 90 --json "$out/row_lookup.jsonl"
 run mx_kernels 120 benchmarks/gpu_mx.py --seconds 100 --json "$out/mx_kernels.jsonl"
+run group_kernels 70 benchmarks/gpu_groups.py --seconds 60 --json "$out/group_kernels.jsonl"
 run sparse_kernels 150 benchmarks/gpu_spmm.py --seconds 120 --json "$out/sparse_kernels.jsonl"
 step flash_attention 150 bench flash_attention --against jax --json "$out/flash_attention.json"
 run fp8 120 benchmarks/gpu_fp8.py --json "$out/fp8.jsonl"
