@@ -115,6 +115,16 @@ def test_groups_that_say_nothing(format):
     np.testing.assert_allclose(decoded(huge, format), huge, rtol=1e-6)
 
 
+@pytest.mark.parametrize("place", [0, 5, 127])
+def test_nan_is_seen_in_many_groups(place):
+    """Maxima of floats over arrays as large as this lose NaN on a CPU."""
+    x = heavy_tailed(1024, 128)
+    x[3, place] = np.nan
+    found = decoded(x, IntGroups(bits=4, size=128))
+    assert np.isnan(found[3]).all()
+    assert np.isfinite(np.delete(found, 3, axis=0)).all()
+
+
 def test_the_transform_is_that_of_scipy_and_its_own_inverse():
     x = heavy_tailed(3, 64)
     expected = (x.reshape(-1, 32).astype(np.float64) @ scipy.linalg.hadamard(32)).reshape(x.shape)
