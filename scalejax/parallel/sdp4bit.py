@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.kernels import group_quantize
 from scalejax.kernels.group_quantize import IntGroups, Transform, check_group_size
 from scalejax.parallel import links
-from scalejax.parallel.compression import codec
+from scalejax.parallel.compression import arrivals, codec
 from scalejax.parallel.ddp import MIB, buckets
 from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.blocks import Arrays, DTypeName, ParamLayout, States, StepContext, WholeCopy, axes_of
@@ -145,13 +145,10 @@ class Sdp4Bit(blocks.ExplicitForm):
             )
         for path, spec in specs.items():
             named = [tuple(a for a in axes_of(entry) if mesh.shape[a] > 1) for entry in spec]
-            beside = sorted({axis for axes in named for axis in axes if axis not in BATCH_AXES})
-            if beside:
-                stated = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in beside)
+            if any("stage" in axes for axes in named):
                 raise UserError(
-                    f"Sdp4Bit: {path!r} is cut over {stated} as well, so that groups of what is laid end to end would "
-                    f"straddle devices. Use a mesh with {', '.join(f'{axis}=1' for axis in beside)}, or --set "
-                    "strategy=Fsdp."
+                    f"Sdp4Bit: devices along stage={mesh.shape['stage']} hold different layers of {path!r}, of which "
+                    "there are no whole copies. Use a mesh with stage=1, or --set strategy=Fsdp."
                 )
             if sum(any(axis in BATCH_AXES for axis in axes) for axes in named) > 1:
                 raise UserError(f"Sdp4Bit: {path!r} is cut along several dimensions. Take the specs of `fsdp.place`.")
@@ -191,8 +188,8 @@ class Sdp4BitExchange:
         travelling = {path for _, part in quantized for path in part}
         reduced, _ = self.plain.reduce({path: g for path, g in gradients.items() if path not in travelling}, {}, None)
         none = left_out = None if context is None or context.measure is None else jnp.float32(0)
-        for axes, part in quantized:
-            by_bits = functools.partial(self._reduced, axes, context)
+        for (axes, others), part in quantized:
+            by_bits = self._on_each(functools.partial(self._reduced, axes, others), context, P())
             if not self.strategy.gradients_from_step:
                 found, missed = by_bits(part)
             elif context is None:
@@ -223,8 +220,9 @@ class Sdp4BitExchange:
         cut = self._by_axes(shards)
         travelling = {path for paths in cut.values() for path in paths}
         copies, _ = self.plain.gather({path: x for path, x in shards.items() if path not in travelling}, {})
-        for axes, paths in cut.items():
-            copies |= self._updated(axes, {path: shards[path] for path in paths}, state, context)
+        for (axes, _), paths in cut.items():
+            update = self._on_each(functools.partial(self._updated, axes), context)
+            copies |= update({path: shards[path] for path in paths}, {path: state[path].value for path in paths})[0]
         # What is not finite arrives as NaN on all devices alike, and all of them keep what they had.
         finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x).all() for x in copies.values()))
         return {path: WholeCopy(jnp.where(finite, copies[path], state[path].value)) for path in state}
@@ -256,8 +254,8 @@ class Sdp4BitExchange:
         whole = sum(4 * x.size for path, x in params.items() if not self.plain.layouts[path].sharded)
         gradients = links.sent("all-reduce", whole, *links.levels(all_axes, sizes))
         weights = SentBytes()
-        for axes, paths in cut.items():
-            count = math.prod(sizes[axis] for axis in axes)
+        for (axes, others), paths in cut.items():
+            count = math.prod(sizes[axis] for axis in (*axes, *others))
             rest = links.levels(tuple(axis for axis in all_axes if axis not in axes), sizes)
             for bucket in buckets({path: params[path] for path in paths}, self.strategy.bucket_bytes):
                 values = sum(params[path].size for path in bucket) // count
@@ -302,18 +300,64 @@ class Sdp4BitExchange:
                 "beside fsdp, or --set strategy.gradients=one_level."
             )
 
-    def _by_axes(self, paths: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-        """Those that are sharded, by the axes over which they are."""
-        found: dict[tuple[str, ...], list[str]] = {}
+    def _by_axes(self, paths: Iterable[str]) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]]:
+        """Those that are sharded, by the data axes over which they are, and by others.
+
+        Devices along the others hold the same of what is not cut over them, and would round it otherwise beside what
+        is.
+        """
+        found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
         for path in paths:
-            if sharded := self.plain.layouts[path].sharded:
-                found.setdefault(sharded[0][1], []).append(path)
+            layout = self.plain.layouts[path]
+            if layout.sharded:
+                others = tuple(sorted(axis for _, axes in layout.automatic for axis in axes))
+                found.setdefault((layout.sharded[0][1], others), []).append(path)
         return found
 
+    def _on_each(self, run: Callable[..., Any], context: StepContext | None, *more: P) -> Callable[..., Any]:
+        """`run(context, *arrays)` of what each device holds: groups straddle none, and kernels see all of it.
+
+        Args:
+          run: Returns a tuple whose first item is laid out as the arrays, or arrays of these paths.
+          context: Of the step.
+          *more: Where the other items lie.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        automatic = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+        if all(mesh.shape[axis] == 1 for axis in automatic):
+            return functools.partial(run, context)
+
+        def specs(arrays: Arrays) -> dict[str, P]:
+            found = {}
+            for path in arrays:
+                layout = self.plain.layouts[path]
+                entries = dict(layout.automatic)
+                found[path] = P(*(entries.get(dim) for dim in range(layout.ndim)))
+            return found
+
+        def call(*trees: Arrays) -> Any:
+            # Devices along the automatic axes draw alike, for different values.
+            return jax.shard_map(
+                run,
+                in_specs=(P(), *(specs(tree) for tree in trees)),
+                out_specs=(specs(trees[0]), *more),
+                axis_names=automatic,
+                check_vma=False,
+            )(context, *trees)
+
+        return call
+
     def _reduced(
-        self, axes: tuple[str, ...], context: StepContext | None, gradients: Arrays
+        self, axes: tuple[str, ...], others: tuple[str, ...], context: StepContext | None, gradients: Arrays
     ) -> tuple[Arrays, jax.Array | None]:
-        """Shards of the sums over devices, and the squares of what rounding left out, if this is measured."""
+        """Shards of the sums over devices, and the squares of what rounding left out, if this is measured.
+
+        Args:
+          axes: Over which gradients are summed and cut.
+          others: Over which they are cut besides.
+          context: Of the step.
+          gradients: What this device holds.
+        """
         s, reduced, left_out = self.strategy, {}, []
         self._check_levels(axes)
         slow = (SLOW_AXIS,) if s.gradients == "two_level" else axes
@@ -342,7 +386,8 @@ class Sdp4BitExchange:
             x = _summed(_exchanged(sent, slow), x.size // _size(axes), second, s.transform)
             x = jax.lax.psum(x, rest) if rest else x
             reduced |= flat.shards(x[: flat.length])
-        return reduced, jax.tree.map(lambda *squares: sum(squares), *left_out)
+        missed = jax.tree.map(lambda *squares: sum(squares), *left_out)
+        return reduced, jax.lax.psum(missed, others) if others else missed
 
     def _left_out(
         self, context: StepContext | None, given: Callable[[], jax.Array], sent: jax.Array, format: IntGroups | None
@@ -361,29 +406,31 @@ class Sdp4BitExchange:
         squares = context.left_out(missed)
         return squares / (group_quantize.TRANSFORM if self.strategy.transform == "hadamard" else 1)  # H H = 32 I
 
-    def _updated(self, axes: tuple[str, ...], shards: Arrays, state: States, context: StepContext | None) -> Arrays:
+    def _updated(
+        self, axes: tuple[str, ...], context: StepContext | None, shards: Arrays, before: Arrays
+    ) -> tuple[Arrays]:
         """The copies after the owners' messages."""
         s, copies = self.strategy, {}
         format = s.format("weight")
         for number, bucket in enumerate(buckets(shards, max(1, s.bucket_bytes // _size(axes)))):
-            flat = self._flat({path: state[path].value for path in bucket})
+            flat = self._flat({path: before[path] for path in bucket})
             own = {path: shards[path].astype(jnp.float32) for path in bucket}
             if s.weights == "differences":
-                mine = flat.shards_of({path: state[path].value.astype(jnp.float32) for path in bucket})
+                mine = flat.shards_of({path: before[path].astype(jnp.float32) for path in bucket})
                 own = {path: own[path] - mine[path] for path in bucket}
             base, sent = None, flat.row(own)
             if s.weights == "differences":
-                halves = all(state[path].value.dtype == jnp.bfloat16 for path in bucket)
-                base = flat.rows({path: state[path].value for path in bucket}, jnp.bfloat16 if halves else jnp.float32)
+                halves = all(before[path].dtype == jnp.bfloat16 for path in bucket)
+                base = flat.rows({path: before[path] for path in bucket}, jnp.bfloat16 if halves else jnp.float32)
             if format is None:
-                arrived = jax.lax.all_gather(sent, axes)
+                arrived = arrivals.gathered(sent, axes)
                 moved = arrived if base is None else base.astype(jnp.float32) + arrived
             else:
                 sent = _filled(sent, format.size)
                 seed = None
                 if s.weight_rounding == "stochastic":
                     seed = self._seeds(context, axes, -1 - number, format)
-                groups = jax.lax.all_gather(_encoded(sent, format, seed, "none"), axes)
+                groups = arrivals.gathered(_encoded(sent, format, seed, "none"), axes)
                 groups = group_quantize.from_bytes(groups, sent.shape[-1], format)
                 how = codec.implementation(sent)
                 if base is None:
@@ -392,8 +439,8 @@ class Sdp4BitExchange:
                     base = _filled(base, format.size)
                     moved = group_quantize.dequantize_add(base, groups, format, implementation=how)
             for path, x in flat.whole(moved[:, : flat.length]).items():
-                copies[path] = x.astype(state[path].value.dtype)
-        return copies
+                copies[path] = x.astype(before[path].dtype)
+        return (copies,)
 
     def _seeds(
         self, context: StepContext | None, axes: tuple[str, ...], number: int, format: IntGroups | None

@@ -364,12 +364,16 @@ def test_bytes_of_a_step_are_those_of_the_formats():
     found = [c for c in explain_sharding(compiled, mesh) if c.bytes > 200]
     cut = sum(int(np.prod(SHAPES[path])) for path in "abc") // 8  # values of a device
     hop, weight = -(-cut // 128) * 128, -(-cut // 2048) * 2048  # filled up to whole groups
+    shard = weight * (0.5 + 4 / 2048)
     expected = {
-        ("all-to-all", ("fsdp",)): 8 * hop * (1 + 4 / 128),
-        ("all-to-all", ("replica",)): 2 * hop * (0.5 + 4 / 128),
-        ("all-gather", ("replica", "fsdp")): 8 * weight * (0.5 + 4 / 2048),
+        ("all-to-all", ("fsdp",), 8 * hop * (1 + 4 / 128)),
+        ("all-to-all", ("replica",), 2 * hop * (0.5 + 4 / 128)),
+        # Of weights: to the other replica, and what arrived within each.
+        ("all-to-all", ("replica",), 2 * shard),
+        ("all-gather", ("fsdp",), 8 * shard),
     }
-    assert {(c.kind, c.axes): c.bytes for c in found} == expected
+    assert {(c.kind, c.axes, c.bytes) for c in found} == expected
+    assert len(found) == len(expected)
     exchange = run.compressed(params)
     parts = exchange.sent(run.whole(params), mesh.shape)
     stated, of_all = sum(parts.values(), SentBytes()), collectives.sent(explain_sharding(compiled, mesh), mesh.shape)
@@ -447,13 +451,64 @@ def test_what_does_not_go_is_refused(run, message):
 
 def test_parameters_that_are_cut_otherwise_are_refused():
     mesh = make_mesh(MeshShape(fsdp=4, stage=2))
-    with pytest.raises(UserError, match="cut over stage=2 as well"):
+    with pytest.raises(UserError, match="along stage=2 hold different layers"):
         gradients(dot, Sdp4Bit(), mesh=mesh, specs={"w": P("stage", "fsdp")}, handled=("stage",))
-    mesh = make_mesh(MeshShape(fsdp=4, tensor=2))
-    specs = {"w": P("fsdp", "tensor")}
-    with pytest.raises(UserError, match="cut over tensor=2 as well"):
-        gradients(dot, Sdp4Bit(), mesh=mesh, specs=specs)
     with pytest.raises(UserError, match="hold different parameters for good"):
         gradients(
             dot, Sdp4Bit(), mesh=make_mesh(MeshShape(expert=8)), specs={"w": P("expert")}, apart={"w": ("expert",)}
         )
+
+
+def test_parameters_cut_over_tensor_travel_as_each_half_alone():
+    """Nothing of the exchange goes along `tensor`: gradients and copies of a half are those of a run without it."""
+    whole, halves = MeshShape(replica=2, fsdp=2, tensor=2), MeshShape(replica=2, fsdp=2)
+    data = ("replica", "fsdp")
+    specs = {"a": P(data, "tensor"), "b": P(None, "tensor", data), "c": P(data)}
+    rng = np.random.default_rng(0)
+    shapes = {"a": (64, 48), "b": (3, 6, 256), "c": (8, 3)}
+    params = {path: rng.standard_t(3, shape).astype(np.float32) for path, shape in shapes.items()}
+    given = {path: rng.standard_t(3, (4, *shape)).astype(np.float32) for path, shape in shapes.items()}
+
+    def loss(given):
+        params = given.gather(given.params)
+        total = sum((params[path].astype(jnp.float32) * given.batch[path][0]).sum() for path in params)
+        return Loss(total, jnp.float32(1)), {}
+
+    def stepped(mesh, specs, params, given):
+        run = gradients(loss, Sdp4Bit(weight_group=128), mesh=mesh, specs=specs)
+        params = {path: jax.device_put(x, NamedSharding(mesh, specs[path])) for path, x in params.items()}
+        given = jax.device_put(given, meshes.batch_sharding(mesh))
+
+        @jax.jit
+        def step(params, given, state):
+            found = run(params, given, exchange=state, context=context_of())
+            new = {path: p - 0.01 * found.params[path] for path, p in params.items()}
+            return found.params, run.after_update(new, found.exchange, context_of())
+
+        state = jax.jit(run.init_exchange)(params)
+        lay = functools.partial(jax.tree.map, functools.partial(NamedSharding, mesh))
+        state = jax.device_put(state, lay(run.exchange_specs(state), is_leaf=lambda x: isinstance(x, P)))
+        lowered = step.lower(params, given, state).compile()
+        reduced, copies = step(params, given, state)
+        copies = {path: copy.value for path, copy in copies.items()}
+        return jax.tree.map(np.asarray, (reduced, copies)), explain_sharding(lowered, mesh)
+
+    got, collectives = stepped(make_mesh(whole), specs, params, given)
+    assert not [c for c in collectives if "tensor" in c.axes and c.bytes > 8]  # whether all of a copy is finite
+    alone = meshes.make_mesh(halves, jax.devices()[:4])
+    dims = {"a": 1, "b": 1}
+    for half in range(2):
+
+        def cut(path, x, first=0, half=half):
+            dim = dims.get(path)
+            return x if dim is None else np.split(x, 2, axis=first + dim)[half]
+
+        unsharded = {path: P(*(entry if entry != "tensor" else None for entry in spec)) for path, spec in specs.items()}
+        # A parameter that is not cut over tensor lies in a bucket of its own.
+        for paths in (("a", "b"), ("c",)):
+            own = {path: cut(path, params[path]) for path in paths}
+            batch = {path: cut(path, given[path], 1) for path in paths}
+            want, _ = stepped(alone, {path: unsharded[path] for path in paths}, own, batch)
+            for kind in (0, 1):
+                for path in paths:
+                    np.testing.assert_array_equal(cut(path, got[kind][path]), want[kind][path])

@@ -1,10 +1,12 @@
-"""Sums of what arrived from several devices."""
+"""What arrives from several devices: its sum, and all of it."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from scalejax.parallel.links import SLOW_AXIS
 
 Rows = TypeVar("Rows")
 
@@ -21,3 +23,23 @@ def summed(arrived: Rows, decode: Callable[[Rows], jax.Array], n: int) -> jax.Ar
     """
     zeros = jnp.zeros(n, jnp.float32)
     return jax.lax.scan(lambda total, row: (total + decode(row), None), zeros, arrived)[0]
+
+
+def gathered(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[devices, ...]: what each device of the axes has, in their order; inside a shard_map.
+
+    Between indices of `replica` by an all_to_all, which sends each device's own alone. Of an all_gather between slices
+    XLA for TPUs makes a sum of arrays that hold zeros but for one part: twice the bytes and more.
+
+    Args:
+      x: Of this device.
+      axes: `replica` first, if it is among them.
+    """
+    fast = tuple(axis for axis in axes if axis != SLOW_AXIS)
+    if fast == axes:
+        return jax.lax.all_gather(x, axes)
+    hosts = jax.lax.axis_size(SLOW_AXIS)
+    across = jax.lax.all_to_all(jnp.broadcast_to(x, (hosts, *x.shape)), SLOW_AXIS, 0, 0, tiled=True)
+    if not fast:
+        return across
+    return jax.lax.all_gather(across, fast).swapaxes(0, 1).reshape(-1, *x.shape)

@@ -215,7 +215,7 @@ def reduced(
     if "owner" in state:
         new["owner"] = total - compression.of_owners.decode(payload, chunks.size, keys[1])[0]
     left_out.append(_left_out(context, given[None], compression.of_owners, payload, keys[1]))
-    gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, slow, axis=0, tiled=True), payload)
+    gathered = jax.tree.map(lambda x: arrivals.gathered(x[0], slow), payload)
     whole = compression.of_owners.decode(gathered, chunks.size, keys[1]).ravel()
     whole = jax.lax.all_gather(whole, fast, axis=0, tiled=True) if fast else whole
     # What all devices have is finite on all or on none.

@@ -504,11 +504,13 @@ class ParamLayout:
       sharded: ((dimension of the master parameter, mesh axes), ...), data axes alone.
       apart: Axes along which devices hold different parts of it, or different parameters, for good: the loss itself
         runs over them.
+      automatic: ((dimension, mesh axes), ...) of the axes whose collectives the compiler places.
     """
 
     ndim: int
     sharded: tuple[tuple[int, tuple[str, ...]], ...]
     apart: tuple[str, ...] = ()
+    automatic: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     def dimensions(self, ndim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """The same for an array of `ndim` dimensions: the master parameter, or one layer of it."""
@@ -598,7 +600,7 @@ def layouts(
     over = data_axes(mesh)
     found = {}
     for path, spec in specs.items():
-        sharded, kept = [], []
+        sharded, kept, automatic = [], [], []
         alone = (apart or {}).get(path, ())
         for dim, entry in enumerate(spec):
             axes = tuple(a for a in axes_of(entry) if mesh.shape[a] > 1)
@@ -612,7 +614,11 @@ def layouts(
                 )
             if mine:
                 sharded.append((dim, mine))
-        found[path] = ParamLayout(ndim=ndims[path], sharded=tuple(sharded), apart=tuple(kept))
+            if rest := tuple(axis for axis in axes if axis not in (*mine, *handled)):
+                automatic.append((dim, rest))
+        found[path] = ParamLayout(
+            ndim=ndims[path], sharded=tuple(sharded), apart=tuple(kept), automatic=tuple(automatic)
+        )
     return found
 
 
