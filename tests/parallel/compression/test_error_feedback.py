@@ -34,7 +34,7 @@ def descended(compression, gradient, of_workers, rate, noise):
             g = gradient(x, own)
             true = jax.lax.pmean(g, "replica")
             g = g + noise * jax.random.normal(jax.random.fold_in(key, t), (N,))
-            total, state = two_way.reduced(compression, g / WORKERS, state, slow=("replica",), fast=(), context=None)
+            total, state, _ = two_way.reduced(compression, g / WORKERS, state, slow=("replica",), fast=(), context=None)
             return x - rate(steps) * total, state, seen + (true**2).sum()
 
         start = jnp.zeros(N), two_way.initial(compression, N, WORKERS, 1), jnp.float32(0)
