@@ -232,8 +232,8 @@ class Programs:
                 i, logits = block.count, self._allowed(state.logits)
                 live = slots.positions >= 0
                 token = choose(logits, slots.sampling, keys, jnp.asarray(slots.made) + i)
-                # NaN and infinity each win a maximum.
-                broken = live & ~jnp.isfinite(state.logits.max(-1))
+                # An infinity wins a maximum; NaN may not, on a CPU (`numerics.bits.largest`).
+                broken = live & (jnp.isnan(state.logits).any(-1) | ~jnp.isfinite(state.logits.max(-1)))
                 stopped = live & (token[:, None] == slots.stops).any(-1)
                 ended = jnp.where(broken, BROKEN, jnp.where(stopped, STOPPED, 0))
                 likelihoods = jax.lax.cond(

@@ -29,6 +29,7 @@ from scalejax.kernels.flash_attention import flash_attention
 from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.kernels.paged_attention import paged_attention, ragged
 from scalejax.nn.linear import wide
+from scalejax.numerics import bits
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.context_choice import Passed
 from scalejax.parallel.context_inference import pass_kv, pass_q, pass_q_to
@@ -434,7 +435,7 @@ class PagedCache:
         scales = self.scales
         if (of_tokens := self._scales_of_tokens) is not None:
             new = order.together(k, v).astype(jnp.float32)
-            own = jnp.abs(new).max(-1) / 127
+            own = bits.largest(new, (-1,)) / 127
             own = jnp.where(own == 0, 1, own)  # NaN stays, so that the row is known to be broken
             new = jnp.round(new / own[..., None])
             scales = of_tokens.at[at].set(own, mode="drop")

@@ -53,6 +53,19 @@ def float_bits(values: "Float[Array, '*shape']") -> "Int32[Array, '*shape']":
     return from_float16(lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32))
 
 
+def largest(values: "Float[Array, '*shape']", axes: tuple[int, ...], *, keepdims: bool = False) -> jax.Array:
+    """float32: the largest magnitude along axes, 0 of nothing; NaN where there is a NaN.
+
+    XLA's CPU threads lose NaN in maxima of floats along all but short axes (jaxlib 0.10 to 0.12, whatever its flags for
+    fast maxima say); those of integers they keep.
+
+    Raises:
+      UserError: another dtype than those of `float_bits`.
+    """
+    found = jnp.max(float_bits(values) & MAGNITUDE, axis=axes, keepdims=keepdims, initial=0)
+    return lax.bitcast_convert_type(found, jnp.float32)
+
+
 def from_float16(half: "Int32[Array, '*shape']") -> "Int32[Array, '*shape']":
     """Bits of float16, int32[...] -> those of the same values in float32, int32[...]."""
     field, fraction, sign = (half >> 10) & 0x1F, half & 0x3FF, (half >> 15) << 31

@@ -41,7 +41,7 @@ def quantize(
     bits.check_dtype(x.dtype)
     element = formats.find(format).element
     wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=tuple(axes), keepdims=True, initial=0)
+    largest = bits.largest(wide, tuple(axes), keepdims=True)
     # As in numerics.blocks: products of scales below this with the smallest element would be subnormal.
     lowest = 2.0 ** (-126 - element.step_exponent)
     scale = jnp.maximum(largest / element.max, lowest)

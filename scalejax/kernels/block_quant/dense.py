@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.errors import UserError
+from scalejax.numerics import bits
 
 MOST_INPUTS = (2**31 - 1) // (255 * 127)
 """Inputs of a product above which its sums may leave int32: 66,311."""
@@ -59,7 +60,7 @@ def quantize_weight(weight: jax.Array) -> Int8Weight:
             "this operator in float16."
         )
     weight = weight.astype(jnp.float32)
-    largest = jnp.abs(weight).max(axis=0, initial=0)
+    largest = bits.largest(weight, (0,))
     scales = jnp.where(largest > 0, largest / jnp.float32(127), jnp.ones_like(largest))
     broken = ~jnp.isfinite(largest)
     codes = jnp.where(broken[None, :], 0, jnp.clip(_nearest(weight / scales[None, :]), -127, 127)).astype(jnp.int8)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from scalejax.errors import UnsupportedError
+from scalejax.numerics import bits
 
 if TYPE_CHECKING:
     from jax import Array
@@ -49,7 +50,7 @@ def quantize_rows(h: "Float[Array, 'rows features']") -> Int8Rows:
       h: float[M, F].
     """
     wide = h.astype(jnp.float32)
-    most = jnp.abs(wide).max(axis=1, initial=0.0)
+    most = bits.largest(wide, (1,))
     scales = jnp.where(jnp.isfinite(most), most / 127.0, jnp.nan)
     safe = jnp.where(scales > 0, scales, 1.0)
     codes = jnp.where(jnp.isfinite(wide), jnp.round(wide / safe[:, None]), 0.0)

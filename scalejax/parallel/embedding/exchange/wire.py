@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scalejax.numerics import float8
+from scalejax.numerics import bits, float8
 from scalejax.parallel.compression import codec
 from scalejax.parallel.compression.wire_formats import WIRE_FORMATS
 from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine
@@ -63,7 +63,7 @@ def encode(vectors: jax.Array, wire: Wire) -> jax.Array:
         codes, scale = float8.quantize(vectors, _FLOAT8[wire], axes=(vectors.ndim - 1,))
     else:
         # A subnormal scale would be zero where hardware flushes it, and what it divides no number.
-        most = jnp.max(jnp.abs(vectors), axis=-1, keepdims=True, initial=0)
+        most = bits.largest(vectors, (-1,), keepdims=True)
         scale = jnp.maximum(most / 127.0, float(jnp.finfo(jnp.float32).tiny))
         codes = jnp.rint(vectors / scale).astype(jnp.int8)
     tail = lax.bitcast_convert_type(scale[..., 0], jnp.int8)  # ... 4

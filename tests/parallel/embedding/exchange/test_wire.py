@@ -60,8 +60,11 @@ def test_float16_is_clamped_to_its_range():
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_nan_stays_visible(kind):
-    got = wire.decode(wire.encode(jnp.float32([[1, np.nan, 2]]), kind), kind, jnp.float32, dim=3)
-    assert np.isnan(np.asarray(got)[0, 1])
+    vectors = np.ones((300, 8), np.float32)
+    vectors[[0, 200], [1, 7]] = np.nan
+    got = jax.jit(lambda v: wire.decode(wire.encode(v, kind), kind, jnp.float32, dim=8))(vectors)
+    assert np.isnan(np.asarray(got)[[0, 200], [1, 7]]).all()
+    assert np.isfinite(np.asarray(got)[1:200]).all()
 
 
 @pytest.mark.parametrize("kind", SCALED)
