@@ -343,7 +343,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         theirs = run(dataclasses.replace(task, peers=True), options.torch) if peers else None
         results.append({**about, "ours": ours, "peers": theirs})
         print(table(ours, theirs), flush=True)
-    line = " ".join(["python benchmarks/compressed_exchange.py", *(argv if argv is not None else sys.argv[1:])])
+    turns = f"--mbit {' '.join(str(rate) for rate in options.mbit)} --turns {options.turns}"
+    line = f"python benchmarks/compressed_exchange.py --json FILE --markdown FILE {turns}"
+    line += " --torch PYTHON" if options.torch else ""
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.markdown:
