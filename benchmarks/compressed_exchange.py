@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table(ours, theirs), flush=True)
     turns = f"--mbit {' '.join(str(rate) for rate in options.mbit)} --turns {options.turns}"
     line = f"python benchmarks/compressed_exchange.py --json FILE --markdown FILE {turns}"
-    line += " --torch PYTHON" if options.torch else ""
+    line += " --torch PYTHON" if peers else ""
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.markdown:

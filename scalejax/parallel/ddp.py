@@ -81,6 +81,11 @@ class Ddp(ExplicitForm):
         check_dtypes(
             "Ddp", param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, output_dtype=self.output_dtype
         )
+        if self.compression is not None and self.reduce_dtype is not None:
+            raise UserError(
+                f"Ddp: reduce_dtype={self.reduce_dtype} beside compression: what is compressed is summed in float32. "
+                "Leave reduce_dtype out; compression.compressor=Fp16 sends two bytes a value."
+            )
 
     @property
     def remembers(self) -> str:
@@ -219,7 +224,15 @@ class CompressedBuckets:
         slow, fast = self._axes()
         hosts, local = (math.prod(jax.lax.axis_size(axis) for axis in axes) for axes in (slow, fast))
         found = {}
-        for number, bucket in enumerate(self._buckets(shards)):
+        large = self._buckets(shards)
+        small = sorted(set(shards) - {path for bucket in large for path in bucket})
+        if self.compression.momentum and small and slow:
+            raise UserError(
+                f"Ddp: compression.momentum={self.compression.momentum} is part of what travels compressed, and "
+                f"{small[0]!r} and {len(small) - 1} more do not. Set --set strategy.compression.plain_below=0, or "
+                "--set strategy.compression.momentum=0 and give the optimizer momentum."
+            )
+        for number, bucket in enumerate(large):
             values = sum(shards[path].size for path in bucket)
             found[_BUCKET.format(number)] = two_way.initial(self.compression, values, hosts, local)
         return {name: state for name, state in found.items() if state}
@@ -282,7 +295,7 @@ class CompressedBuckets:
         large = {
             path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.float32)
             for path in sorted(arrays)
-            if 4 * arrays[path].size >= self.compression.plain_below and not self.plain.layouts[path].apart
+            if 4 * arrays[path].size >= max(1, self.compression.plain_below) and not self.plain.layouts[path].apart
         }
         return buckets(large, self.compression.bucket_bytes)
 

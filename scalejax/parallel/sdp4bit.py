@@ -197,7 +197,7 @@ class Sdp4BitExchange:
             else:
                 found, missed = jax.lax.cond(
                     context.step < self.strategy.gradients_from_step,
-                    lambda part: (self.plain.reduce(part, {}, None)[0], none),
+                    lambda part: (_float32(self.plain.reduce(part, {}, None)[0]), none),
                     by_bits,
                     part,
                 )
@@ -215,9 +215,7 @@ class Sdp4BitExchange:
         return {path: WholeCopy(x) for path, x in self.plain.gather(shards, {})[0].items()}
 
     def after_update(self, shards: Arrays, state: States, context: StepContext | None) -> States:
-        if self.strategy.weights == "plain":
-            return self.init(shards)
-        cut = self._by_axes(shards)
+        cut = self._by_axes(shards) if self.strategy.weights != "plain" else {}
         travelling = {path for paths in cut.values() for path in paths}
         copies, _ = self.plain.gather({path: x for path, x in shards.items() if path not in travelling}, {})
         for (axes, _), paths in cut.items():
@@ -254,8 +252,8 @@ class Sdp4BitExchange:
         whole = sum(4 * x.size for path, x in params.items() if not self.plain.layouts[path].sharded)
         gradients = links.sent("all-reduce", whole, *links.levels(all_axes, sizes))
         weights = SentBytes()
-        for (axes, others), paths in cut.items():
-            count = math.prod(sizes[axis] for axis in (*axes, *others))
+        for (axes, _), paths in cut.items():
+            count = math.prod(sizes[axis] for axis in axes)
             rest = links.levels(tuple(axis for axis in all_axes if axis not in axes), sizes)
             for bucket in buckets({path: params[path] for path in paths}, self.strategy.bucket_bytes):
                 values = sum(params[path].size for path in bucket) // count
@@ -515,6 +513,10 @@ class _Flat:
         shape, dim = list(self.shapes[path]), self.dims[path]
         first = shape.pop(dim) // _size(self.axes) * parts.shape[0]
         return jnp.moveaxis(parts.reshape(first, *shape), 0, dim)
+
+
+def _float32(arrays: Arrays) -> Arrays:
+    return {path: x.astype(jnp.float32) for path, x in arrays.items()}
 
 
 def _given(x: jax.Array, transform: Transform) -> jax.Array:

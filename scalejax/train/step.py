@@ -627,7 +627,7 @@ class Program:
         keys = Keys(step=jax.random.fold_in(key, _WHOLE_STEP), examples=key)
         # Of the steps between two lines of metrics the first one, which every window has.
         measure = None if self.compressed is None else state.step % e.log_every == 0
-        context = StepContext(state.step, jax.random.fold_in(key, _EXCHANGE), self._rate_ratio(state.step), measure)
+        context = StepContext(state.step, jax.random.fold_in(key, _EXCHANGE), self._rate_ratio(state), measure)
         state = self._moved(state, offload.fetch)
         tables, embedded = state.tables, {}
         if ahead is not None:
@@ -638,8 +638,10 @@ class Program:
         cut, shared = self._divided(batch)
         take = self.gradients(self.parts(_rows(cut)) if cut["fields"] else 1)
         # Gradients of the mean loss where that matters before the end: a factor need not follow the size of a batch,
-        # nor do residuals of an exchange follow its weight. Elsewhere the sum over examples is divided by its weight.
-        held, means = state.loss_scale, state.loss_scale is not None or bool(state.exchange)
+        # nor do residuals of an exchange follow its weight, and sums of many examples leave the range of float16.
+        # Elsewhere the sum over examples is divided by its weight.
+        held, means = state.loss_scale, self.compressed is not None or bool(state.exchange)
+        means = means or held is not None
         scale = 1.0
         if means:
             widest = jax.dtypes.canonicalize_dtype(jnp.float64)  # or losses in float64 had gradients of 24 bits
@@ -708,12 +710,14 @@ class Program:
         )
         return self._moved(state, offload.put_back), found.sum / found.weight.astype(found.sum.dtype)
 
-    def _rate_ratio(self, step: jax.Array) -> jax.Array | None:
+    def _rate_ratio(self, state: TrainState) -> jax.Array | None:
         """The last learning rate over this one, 1 where this one is 0; None = the optimizer has several."""
         rate = getattr(self.experiment.optimizer, "learning_rate", None)
         if rate is None:
             return None
-        schedule, step = rate.build(self.experiment.steps), step - self.schedules_from
+        # Schedules go by the steps that were taken.
+        step = state.step - self.schedules_from - (0 if state.loss_scale is None else state.loss_scale.skipped)
+        schedule = rate.build(self.experiment.steps)
         before, now = (jnp.asarray(schedule(s), jnp.float32) for s in (jnp.maximum(step - 1, 0), step))
         return jnp.where(now > 0, before / jnp.where(now > 0, now, 1), 1)
 

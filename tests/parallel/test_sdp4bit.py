@@ -184,8 +184,20 @@ def test_gradients_travel_as_they_are_before_a_step():
     assert relative_error(after) > 0.01
 
 
+def test_masters_of_sixteen_bits_before_and_after_that_step():
+    mesh, strategy = make_mesh(), Sdp4Bit(gradients="one_level", gradients_from_step=3)
+    run, params, given = prepared(strategy, mesh)
+    params = {path: p.astype(jnp.bfloat16) for path, p in params.items()}
+    state = jax.jit(run.init_exchange)(params)
+    step = jax.jit(lambda context: run(params, given, exchange=state, context=context).params)
+    before, after = step(context_of(2)), step(context_of(3))
+    assert {path: g.dtype for path, g in before.items()} == dict.fromkeys(SHAPES, jnp.bfloat16)
+    for path in ("a", "b"):
+        assert 0 < np.abs(np.asarray(before[path] - after[path], np.float32)).max() < 30
+
+
 def test_parts_are_added_up_before_they_travel():
-    """The same sum in one part and in four gives the same bits, states included."""
+    """The same sum in one part and in four gives the same bits."""
     strategy = Sdp4Bit()
     run, params, _ = prepared(strategy)
     four, _, _ = prepared(strategy, parts=4)
@@ -329,8 +341,9 @@ def test_gradients_fall_as_one_over_the_root_of_the_steps_with_differences_alone
     assert slopes["quantized"] > -0.3
 
 
-def test_copies_stay_as_they_were_where_a_master_is_not_finite():
-    state, seen = updates(Sdp4Bit(), 3, spoil=2)
+@pytest.mark.parametrize("weights", ["differences", "plain"])
+def test_copies_stay_as_they_were_where_a_master_is_not_finite(weights):
+    state, seen = updates(Sdp4Bit(weights=weights), 3, spoil=2)
     for path in SHAPES:
         np.testing.assert_array_equal(seen[2][1][path], seen[1][1][path])
         assert np.isfinite(seen[2][1][path].astype(np.float32)).all()
@@ -459,6 +472,14 @@ def test_parameters_that_are_cut_otherwise_are_refused():
         )
 
 
+def test_copies_of_sixteen_bits_beside_context_are_refused_on_a_cpu_alone():
+    mesh, specs = make_mesh(MeshShape(replica=2, fsdp=2, context=2)), {"w": P(("replica", "fsdp"))}
+    for strategy in (Sdp4Bit(), Fsdp(sharding="SHARD_GRAD_OP", form="explicit", param_dtype="bfloat16")):
+        with pytest.raises(UserError, match="param_dtype=bfloat16 beside context=2 on CPUs"):
+            gradients(dot, strategy, mesh=mesh, specs=specs)
+    gradients(dot, Sdp4Bit(param_dtype=None), mesh=mesh, specs=specs)
+
+
 def test_parameters_cut_over_tensor_travel_as_each_half_alone():
     """Nothing of the exchange goes along `tensor`: gradients and copies of a half are those of a run without it."""
     whole, halves = MeshShape(replica=2, fsdp=2, tensor=2), MeshShape(replica=2, fsdp=2)
@@ -491,10 +512,13 @@ def test_parameters_cut_over_tensor_travel_as_each_half_alone():
         lowered = step.lower(params, given, state).compile()
         reduced, copies = step(params, given, state)
         copies = {path: copy.value for path, copy in copies.items()}
-        return jax.tree.map(np.asarray, (reduced, copies)), explain_sharding(lowered, mesh)
+        stated = sum(run.compressed(params).sent(run.whole(params), mesh.shape).values(), SentBytes())
+        return jax.tree.map(np.asarray, (reduced, copies)), explain_sharding(lowered, mesh), stated
 
-    got, collectives = stepped(make_mesh(whole), specs, params, given)
-    assert not [c for c in collectives if "tensor" in c.axes and c.bytes > 8]  # whether all of a copy is finite
+    got, found, stated = stepped(make_mesh(whole), specs, params, given)
+    assert not [c for c in found if "tensor" in c.axes and c.bytes > 8]  # whether all of a copy is finite
+    travelled = collectives.sent([c for c in found if "tensor" not in c.axes], make_mesh(whole).shape)
+    assert (travelled.within, travelled.between) == pytest.approx((stated.within, stated.between), abs=32)
     alone = meshes.make_mesh(halves, jax.devices()[:4])
     dims = {"a": 1, "b": 1}
     for half in range(2):
@@ -508,7 +532,7 @@ def test_parameters_cut_over_tensor_travel_as_each_half_alone():
         for paths in (("a", "b"), ("c",)):
             own = {path: cut(path, params[path]) for path in paths}
             batch = {path: cut(path, given[path], 1) for path in paths}
-            want, _ = stepped(alone, {path: unsharded[path] for path in paths}, own, batch)
+            want, _, _ = stepped(alone, {path: unsharded[path] for path in paths}, own, batch)
             for kind in (0, 1):
                 for path in paths:
                     np.testing.assert_array_equal(cut(path, got[kind][path]), want[kind][path])

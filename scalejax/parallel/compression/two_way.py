@@ -99,6 +99,15 @@ class Compression:
         if not 0 <= self.momentum < 1:
             raise UserError(f"Compression: momentum must be in [0, 1); got {self.momentum}.")
 
+    def __str__(self) -> str:
+        """The fields, the same in every process: compressors that do not say what they are go by their traits."""
+        said = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            silent = hasattr(value, "traits") and type(value).__repr__ is object.__repr__
+            said[field.name] = f"{type(value).__qualname__}({value.traits.name})" if silent else repr(value)
+        return f"Compression({', '.join(f'{name}={value}' for name, value in said.items())})"
+
     @property
     def of_owners(self) -> Compressor:
         """The compressor of what owners send back.
@@ -140,12 +149,19 @@ how many the bucket has without filling: other devices cut it otherwise."""
 
 def initial(compression: Compression, values: int, hosts: int, local: int) -> State:
     """What a device remembers of a bucket before the first step."""
-    compressor, feedback = compression.compressor, compression.error_feedback
-    if isinstance(compressor, RandomKEntries) and feedback != "none" and compressor.scale == "n/k":
-        raise UserError(
-            "Compression: RandomKEntries(scale='n/k') is right on average without feedback, and makes errors grow "
-            f"with error_feedback={feedback!r}. Set compressor.scale=none, or error_feedback=none."
-        )
+    feedback = compression.error_feedback
+    for each in (compression.compressor, compression.of_owners) if feedback != "none" else ():
+        if isinstance(each, RandomKEntries) and each.scale == "n/k":
+            raise UserError(
+                "Compression: RandomKEntries(scale='n/k') is right on average without feedback, and makes errors grow "
+                f"with error_feedback={feedback!r}. Set compressor.scale=none, or error_feedback=none."
+            )
+        if isinstance(each, LinearDithering | NaturalDithering) and each.scale == "l2":
+            raise UserError(
+                f"Compression: {type(each).__name__}(scale='l2') is right on average without feedback, and lets "
+                f"errors of long rows grow with error_feedback={feedback!r}. Set compressor.scale=max, or "
+                "error_feedback=none."
+            )
     state: State = {}
     chunks = Chunks.of(values, hosts, local)
     for each in (compression.compressor, compression.of_owners):
@@ -304,14 +320,11 @@ def _keys(
     compression: Compression, context: StepContext | None, number: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """uint32[2] of what workers and what owners send. Shared keys are the same for both: owners add up those places."""
-    kinds = [compressor.traits.keys for compressor in (compression.compressor, compression.of_owners)]
-    if kinds == ["none", "none"]:
+    if not _draws(compression):
         return None, None
     if context is None:
-        raise UserError(
-            f"Compression: {compression.compressor.traits.name} draws and needs a key. Pass context=StepContext(step, "
-            "key) to the gradients, or a key to `update`."
-        )
+        raise _no_key(compression)
+    kinds = [compressor.traits.keys for compressor in (compression.compressor, compression.of_owners)]
     key = jax.random.fold_in(context.key, number)
     found: list[jax.Array | None] = []
     for way, kind in enumerate(kinds):
@@ -320,6 +333,20 @@ def _keys(
         )
         found.append(None if kind == "none" else jax.random.bits(own, (2,), jnp.uint32))
     return found[0], found[1]
+
+
+def _draws(compression: Compression) -> bool:
+    return any(each.traits.keys != "none" for each in (compression.compressor, compression.of_owners))
+
+
+def _no_key(compression: Compression) -> UserError:
+    named = next(
+        each.traits.name for each in (compression.compressor, compression.of_owners) if each.traits.keys != "none"
+    )
+    return UserError(
+        f"Compression: {named} draws and needs a key. Pass context=StepContext(step, key) to the gradients, or a key "
+        "to `update`."
+    )
 
 
 def _size(axes: tuple[str, ...]) -> int:
@@ -390,6 +417,8 @@ class GradientReduction:
         leaves, treedef = jax.tree.flatten(gradients)
         named = {str(i): x for i, x in enumerate(leaves)}
         context = None
+        if key is None and _draws(self.compression):
+            raise _no_key(self.compression)
         if key is not None or rate_ratio is not None:
             ratio = None if rate_ratio is None else jnp.asarray(rate_ratio, jnp.float32)
             context = StepContext(jnp.int32(0), jax.random.key(0) if key is None else key, ratio)

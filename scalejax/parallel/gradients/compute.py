@@ -659,6 +659,7 @@ def gradients(
         )
     if strategy.form == "explicit":
         _check_stages(mesh, specs, handled)
+        _check_narrow_sums(mesh, strategy)
     elif handled:
         raise UserError(
             f"gradients: handled={handled} needs form='explicit'; in the implicit form a loss that uses "
@@ -739,6 +740,22 @@ def _check_fetched(fetch: ParamGather, params: Mapping[str, jax.Array | jax.Shap
             f"The loss never fetched {', '.join(map(repr, missing[:3]))}{more}: every parameter has to go through "
             "`gather` before it is used, or its gradients would not be summed over devices. Call "
             "gather({path: parameter, ...}) in the model, or let the step fetch all of them (fetches = 'whole')."
+        )
+
+
+def _check_narrow_sums(mesh: Mesh, strategy: Strategy) -> None:
+    """Refuses what makes XLA for CPUs end the process; `blocks.summable` mends the sums that a program states itself.
+
+    Raises:
+      UserError: gradients of 16 bits would be summed over `context`, by a collective that the compiler places.
+    """
+    dtype = strategy.param_dtype
+    narrow = dtype is not None and jnp.dtype(dtype).itemsize < 4
+    if narrow and mesh.shape["context"] > 1 and mesh.devices.flat[0].platform == "cpu":
+        raise UserError(
+            f"gradients: param_dtype={jnp.dtype(dtype).name} beside context={mesh.shape['context']} on CPUs, where XLA "
+            "ends the process over sums of 16 bits that it places itself (jaxlib 0.10 to 0.12). Set --set "
+            "strategy.param_dtype=none here; accelerators need nothing."
         )
 
 

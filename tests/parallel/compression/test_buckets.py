@@ -27,10 +27,11 @@ def dot(given):
     return Loss(sum((params[path] * given.batch[path][0]).sum() for path in SHAPES), jnp.float32(1)), {}
 
 
-def prepared(compression, shape):
+def prepared(compression, shape, parts=1):
     """(gradients, parameters, gradients of each device)."""
     mesh = meshes.make_mesh(shape)
-    run = gradients(dot, Ddp(compression=compression), mesh=mesh, specs=dict.fromkeys(SHAPES, P()))
+    strategy = Ddp(compression=compression, accumulate="local")
+    run = gradients(dot, strategy, mesh=mesh, specs=dict.fromkeys(SHAPES, P()), parts=parts)
     rng = np.random.default_rng(0)
     given = {path: rng.standard_t(3, (8, *shape)).astype(np.float32) for path, shape in SHAPES.items()}
     return run, {path: jnp.zeros(shape) for path, shape in SHAPES.items()}, given
@@ -108,3 +109,54 @@ def test_what_is_remembered_follows_the_factor_of_the_loss_and_its_length_does_n
     np.testing.assert_array_equal(halved["values"], state["bucket 0"]["values"])
     root = run.compressed(params).remembered(params, state, jnp.float32(2))
     assert float(root) == pytest.approx(np.sqrt(8 * 2 * 4 + 8 * 4) / 2)
+
+
+def test_errors_are_of_the_sum_of_all_parts():
+    """Whole numbers: gradients of four parts, and their sum in one, leave the same errors to the bit."""
+    found = []
+    for parts in (4, 1):
+        run, params, _ = prepared(buckets(TopKEntries(k=0.05)), HOSTS, parts)
+        rng = np.random.default_rng(3)
+        rows = {path: rng.integers(-50, 50, (8, 4, *shape)).astype(np.float32) for path, shape in SHAPES.items()}
+        given = {
+            path: x.reshape(32, *x.shape[2:]) if parts == 4 else x.sum(axis=1, dtype=np.float32)
+            for path, x in rows.items()
+        }
+        given = jax.device_put(given, meshes.batch_sharding(run.mesh))
+        context = StepContext(jnp.int32(0), jax.random.key(0))
+        state = jax.jit(run.init_exchange)(params)
+        step = jax.jit(lambda params, given, state, run=run, c=context: run(params, given, exchange=state, context=c))
+        result = step(params, given, state)
+        found.append(jax.tree.map(np.asarray, (result.params, result.exchange)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert any(np.abs(x["worker"]).max() > 0 for x in found[0][1].values())
+
+
+def test_what_is_too_small_to_travel_compressed_is_not_left_without_momentum():
+    run, params, _ = prepared(buckets(OneBit(), momentum=0.9), HOSTS)
+    with pytest.raises(UserError, match=r"momentum=0\.9 is part of what travels compressed, and 'small' and 0 more do"):
+        jax.jit(run.init_exchange)(params)
+
+
+def test_an_empty_parameter_is_not_compressed():
+    run, params, _ = prepared(Compression(plain_below=0), HOSTS)
+    named = run.compressed(params)
+    assert "none" not in named._buckets({**params, "none": jnp.zeros((0, 3))})[0]
+
+
+def test_a_dtype_of_sums_beside_compression_is_refused():
+    with pytest.raises(UserError, match="reduce_dtype=bfloat16 beside compression"):
+        Ddp(compression=Compression(), reduce_dtype="bfloat16")
+
+
+class Mine(OneBit):
+    """A compressor of a user's own that does not say what it is."""
+
+    __repr__ = object.__repr__
+
+
+def test_runs_with_a_compressor_of_ones_own_know_each_other_again():
+    first, again = (Ddp(compression=Compression(compressor=Mine())).remembers for _ in range(2))
+    assert first == again
+    assert "Mine(" in first
+    assert Ddp(compression=Compression()).remembers == f"Ddp {Compression()!r}"
