@@ -282,8 +282,33 @@ def rate_of(runs: KeptRuns, study: str, arm: str, steps: int) -> float | None:
     return min(found, key=lambda rate: found[rate]["scores"][metric])
 
 
-def report(runs: KeptRuns, study: str, steps: int, seeds: Sequence[int]) -> None:
-    """The table of the arms whose seeds are complete."""
+def missed(study: str, shares: dict[str, list[float]]) -> list[str]:
+    """Aims of a study that its arms miss.
+
+    Args:
+      study: Its name.
+      shares: Arm -> of each seed the loss above that of the base, in % of it.
+    """
+    means = {arm: statistics.fmean(each) for arm, each in shares.items()}
+    found = []
+    if study == "sdp4bit":
+        if "qW" in shares and min(shares["qW"]) < 5:
+            found.append(f"qW is to be 5 % worse in each seed: {min(shares['qW']):+.2f} at least")
+        for arm in means.keys() - {"qW", "qW, nearest"}:
+            bound, width = (0.1 if arm == "qWD" else 0.5), half_width(shares[arm])
+            if abs(means[arm]) + width > bound:
+                found.append(f"{arm} is to lie within {bound} % of the base: {means[arm]:+.2f} +- {width:.2f}")
+        return found
+    for arm in ("one bit", "top 1 %"):
+        without, fed_back = (means.get(f"{arm}, {how} feedback") for how in ("no", "with"))
+        if without is not None and fed_back is not None and fed_back > without / 2:
+            stated = f"{without:+.2f} % without, {fed_back:+.2f} with"
+            found.append(f"feedback is to close half of the gap of {arm}: {stated}")
+    return found
+
+
+def report(runs: KeptRuns, study: str, steps: int, seeds: Sequence[int]) -> list[str]:
+    """Prints the table of the arms whose seeds are complete; the aims that they miss."""
     s = STUDIES[study]
     complete: dict[str, list[dict[str, Any]]] = {}
     for arm in s.arms:
@@ -294,18 +319,21 @@ def report(runs: KeptRuns, study: str, steps: int, seeds: Sequence[int]) -> None
                 complete[arm] = [run for run in found if run is not None]
     if BASE not in complete:
         print(f"## {study}\n\nThe runs of {BASE!r} are not complete.\n")
-        return
+        return []
     base = complete[BASE]
     parameters = base[0]["parameters"]
     print(f"## {study}: {parameters:,} parameters, {steps} steps, {len(seeds)} seeds\n")
     titles = ("arm", "rate", f"{s.split} {s.metric}", "minus base", "% of base", "least % of a seed")
     titles = (*titles, "error of the exchange: first, half-way, last", "B a parameter between hosts", "within")
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    above: dict[str, list[float]] = {}
     for arm, found in complete.items():
         values = [run["scores"][s.metric] for run in found]
         cells = [arm, f"{found[0]['rate']:g}", f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"]
         gaps = [run["scores"][s.metric] - other["scores"][s.metric] for run, other in zip(found, base, strict=True)]
         shares = [100 * gap / other["scores"][s.metric] for gap, other in zip(gaps, base, strict=True)]
+        if arm != BASE:
+            above[arm] = shares
         cells.append("" if arm == BASE else f"{statistics.fmean(gaps):+.4f} ± {half_width(gaps):.4f}")
         cells.append("" if arm == BASE else f"{statistics.fmean(shares):+.2f} ± {half_width(shares):.2f}")
         cells.append("" if arm == BASE else f"{min(shares):+.2f}")
@@ -314,6 +342,7 @@ def report(runs: KeptRuns, study: str, steps: int, seeds: Sequence[int]) -> None
         cells += [f"{found[0]['sent'][where] / parameters:.3f}" for where in ("between", "within")]
         print(f"| {' | '.join(cells)} |")
     print()
+    return missed(study, above)
 
 
 def main() -> None:
@@ -328,12 +357,13 @@ def main() -> None:
     runs = KeptRuns(options.runs)
     if options.what == "report":
         print(f"{machine.device_name(jax.devices()[0])}, {machine.today()}, commit {machine.commit()}\n")
+    misses: list[str] = []
     for study in options.studies:
         s = STUDIES[study]
         steps = options.steps or int(next(text for text in s.sets if text.startswith("steps=")).partition("=")[2])
         arms = [arm for arm in s.arms if options.arms is None or arm in options.arms]
         if options.what == "report":
-            report(runs, study, steps, options.seeds or s.seeds)
+            misses += [f"{study}: {text}" for text in report(runs, study, steps, options.seeds or s.seeds)]
         elif options.what == "tune":
             for arm in arms if s.own_rates else [BASE]:
                 trials(runs, study, arm, steps, make=True)
@@ -344,6 +374,8 @@ def main() -> None:
                     if rate is None:
                         sys.exit(f"compression_effect.py: not all rates of {arm!r} in {study!r} were tried; run tune.")
                     kept(runs, Arm(study, arm, rate, steps), seed, make=True)
+    if misses:
+        sys.exit("\n".join(("Missed:", *misses)))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,20 @@ def test_rates_are_tried_once_and_the_best_is_taken_for_pairs(
     assert row.endswith("| 6.000 | 0.000 |")
 
 
+def test_missed_aims_are_named(scripts: Any) -> None:
+    missed = scripts("compression_effect").missed
+    good = {"qW": [14.0, 12.0, 6.0], "qWD": [0.0, 0.01, -0.01], "SDP4Bit": [0.3, 0.2, 0.25]}
+    assert missed("sdp4bit", good) == []
+    (found,) = missed("sdp4bit", {**good, "qW": [14.0, 12.0, 4.9]})
+    assert "4.90 at least" in found
+    (found,) = missed("sdp4bit", {**good, "qWD": [0.0, 0.2, -0.2]})  # the interval leaves the bound
+    assert found.startswith("qWD is to lie within 0.1 %")
+    gaps = {"one bit, no feedback": [4.0, 4.2, 3.8], "one bit, with feedback": [1.0, 1.1, 0.9]}
+    assert missed("llama", gaps) == []
+    (found,) = missed("images", {**gaps, "one bit, with feedback": [2.5, 2.4, 2.6]})
+    assert "half of the gap of one bit: +4.00 % without, +2.50 with" in found
+
+
 def test_every_arm_is_a_run_of_its_study(scripts: Any) -> None:
     effect = scripts("compression_effect")
     for study, of in effect.STUDIES.items():

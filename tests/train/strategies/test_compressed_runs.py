@@ -13,7 +13,7 @@ from changes import changed
 
 from scalejax import optim
 from scalejax.errors import UserError
-from scalejax.parallel.compression.compressors import Blocks, Identity, OneBit, TopKEntries
+from scalejax.parallel.compression.compressors import Blocks, Fp16, Identity, OneBit, TopKEntries
 from scalejax.parallel.compression.two_way import Compression
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.links import SentBytes
@@ -110,6 +110,18 @@ def test_another_compressor_does_not_go_on(texts, whole):
     folder = whole(ddp(TopKEntries(k=0.05)))[0]
     with pytest.raises(UserError, match="exchange"):
         restored(experiment_of(texts, ddp(OneBit())), folder)
+
+
+@pytest.mark.slow
+def test_float16_gets_gradients_of_the_mean_with_feedback_and_without(texts, tmp_path):
+    """Nothing is fed back in the first step; sums over 200 targets, no power of two, would be rounded otherwise."""
+    found = []
+    for feedback in ("none", "vanilla"):
+        strategy = ddp(Fp16(), error_feedback=feedback)
+        experiment = experiment_of(texts, strategy, steps=1, data__length=25)
+        loop.train(experiment, workdir=tmp_path / feedback)
+        found.append(restored(experiment, tmp_path / feedback)["params"])
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_clan_with_the_identity_is_lans(texts, tmp_path):
