@@ -1,4 +1,4 @@
-"""Rounding up or down by chance, in proportion to how near each neighbour is: right on average."""
+"""Rounding up or down by chance, in proportion to how near each neighbour is: unbiased."""
 
 import math
 from typing import TYPE_CHECKING

@@ -64,6 +64,6 @@ def described(name: str, parts: Mapping[str, SentBytes]) -> str:
     total = sum(parts.values(), SentBytes())
     apart = "; ".join(f"{what} {size(part.within)} and {size(part.between)}" for what, part in parts.items())
     return (
-        f"{name}: each device sends at least {size(total.within)} a step within its index of {SLOW_AXIS} and "
-        f"{size(total.between)} to others" + (f" ({apart})." if len(parts) > 1 else ".")
+        f"{name}: each device sends at least {size(total.within)} a step within its host (an index of {SLOW_AXIS}) and "
+        f"{size(total.between)} to other hosts" + (f" ({apart})." if len(parts) > 1 else ".")
     )

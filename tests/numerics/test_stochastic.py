@@ -1,4 +1,4 @@
-"""Rounding by chance: to a neighbour, right on average, the same for the same bits."""
+"""Rounding by chance: to a neighbour, unbiased, the same for the same bits."""
 
 import jax
 import jax.numpy as jnp

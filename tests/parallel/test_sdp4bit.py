@@ -394,7 +394,7 @@ def test_bytes_of_a_step_are_those_of_the_formats():
     assert (of_all.within, of_all.between) == pytest.approx((stated.within, stated.between), abs=32)
     assert parts["weights"].within == pytest.approx(3 / 4 * 8 * weight * (0.5 + 4 / 2048))
     assert parts["weights"].between == pytest.approx(1 / 8 * 8 * weight * (0.5 + 4 / 2048))
-    assert "KiB a step within its index of replica and" in exchange.remarks(run.whole(params), mesh.shape)[0]
+    assert "KiB a step within its host (an index of replica) and" in exchange.remarks(run.whole(params), mesh.shape)[0]
 
 
 @pytest.mark.slow

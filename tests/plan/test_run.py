@@ -76,7 +76,7 @@ def test_tables_show_memory_collectives_limit_and_what_did_not_divide(result):
     text = _text(result)
     for expected in ("tpu7x:2x2x1", "fits", "95 GiB", "50.00 %", "all-to-all", "2 ms <- limit", "limited by memory"):
         assert expected in text
-    assert "at least 896 KiB a step within its index of replica and 0 B to others." in text
+    assert "at least 896 KiB a step within its host (an index of replica) and 0 B to other hosts." in text
     assert "layers/0/bias" in text
     assert "mesh splits an axis" in text
 

@@ -9,7 +9,7 @@ between the two; "examples" are its numbers. Peers: `torch` as it runs op by op,
     topk             a thousandth of each row, values and places
 
 Before anything is timed, what comes back from both sides must be equal to 1e-6 of the largest number; rounded by
-chance, it must lie within a step of the scale of what was sent on both sides, and be right on average.
+chance, it must lie within a step of the scale of what was sent on both sides, and be unbiased.
 """
 
 from collections.abc import Callable

@@ -153,12 +153,12 @@ def initial(compression: Compression, values: int, hosts: int, local: int) -> St
     for each in (compression.compressor, compression.of_owners) if feedback != "none" else ():
         if isinstance(each, RandomKEntries) and each.scale == "n/k":
             raise UserError(
-                "Compression: RandomKEntries(scale='n/k') is right on average without feedback, and makes errors grow "
+                "Compression: RandomKEntries(scale='n/k') is unbiased without feedback, and makes errors grow "
                 f"with error_feedback={feedback!r}. Set compressor.scale=none, or error_feedback=none."
             )
         if isinstance(each, LinearDithering | NaturalDithering) and each.scale == "l2":
             raise UserError(
-                f"Compression: {type(each).__name__}(scale='l2') is right on average without feedback, and lets "
+                f"Compression: {type(each).__name__}(scale='l2') is unbiased without feedback, and lets "
                 f"errors of long rows grow with error_feedback={feedback!r}. Set compressor.scale=max, or "
                 "error_feedback=none."
             )

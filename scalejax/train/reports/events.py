@@ -7,7 +7,7 @@ and an uninterrupted one, have equal files. One JSON object a line, keys in this
      "base_rate": ..., "auc_hist": ..., "auc_error_bound": ..., "nonfinite": 0, "learning_rate": ..., ...}
     {"kind": "evaluation", "step": 200, "split": "validation", "examples": 2048, "logloss": ..., "auc": ..., ...}
 
-Runs whose exchange compresses have "exchange_error" and "exchange_remembered" too (`reports.exchange`).
+Runs whose exchange compresses have "exchange_error" and "exchange_residual" too (`reports.exchange`).
 
 A window covers the steps since the previous window, each example scored before it is trained on. With several tasks a
 metric is called "logloss/task". An undefined or non-finite value is null.

@@ -2,7 +2,7 @@
 
 exchange_error        the norm of what devices left out of their messages in the first step of a window, the
                       squares of all of them added up, over the norm of the gradient that the exchange gave
-exchange_remembered   at the end of a window the norm of the errors that are remembered, over the mean norm of the
+exchange_residual   at the end of a window the norm of the errors that are remembered, over the mean norm of the
                       gradient in the window; of SDP4Bit that of master parameters minus copies, over that of the
                       masters
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from scalejax.train.metrics.protocol import Value
 
-ERROR, REMEMBERED = "exchange_error", "exchange_remembered"
+ERROR, REMEMBERED = "exchange_error", "exchange_residual"
 VALUES = (
     Value(name=ERROR, title="Error of the exchange", unit="what messages lack, over the norm of the gradient"),
     Value(name=REMEMBERED, title="Remembered by the exchange", unit="norm of errors over that of what they are of"),

@@ -7,7 +7,7 @@
     samples_per_s, step_p50_s, step_p95_s, data_wait_share, compile_s, wall_s, ...      see `timing.StepTimer.summary`
     phases                                            of a run in phases what each took and scored, see `of_phases`
     peak_rss_bytes, peak_device_bytes                 see `timing.peak_memory`
-    exchange_error, exchange_remembered               of the last window, where gradients or weights travel compressed
+    exchange_error, exchange_residual               of the last window, where gradients or weights travel compressed
     tokens_per_s, tokens_per_s_per_device, tflops_per_s_per_device, mfu     of a language model, see `run`
     <split>_<metric>                                  quality; split is train, val, test or progressive
     <split>_<metric>_low, <split>_<metric>_high       95 % bootstrap interval

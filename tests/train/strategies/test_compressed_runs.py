@@ -134,7 +134,7 @@ def test_clan_with_the_identity_is_lans(texts, tmp_path):
     # Nothing is left out and nothing remembered; a plain run has no such values.
     (window,) = windows(tmp_path / "clan")
     assert window["exchange_error"] == clan["exchange_error"] == 0
-    assert window["exchange_remembered"] == clan["exchange_remembered"] == 0
+    assert window["exchange_residual"] == clan["exchange_residual"] == 0
     assert "exchange_error" not in windows(tmp_path / "plain")[0]
 
 
@@ -149,9 +149,9 @@ def test_what_grows_and_grows_is_said_while_training_and_in_the_report(texts, tm
     said = io.StringIO()
     experiment = experiment_of(texts, ddp(TopKEntries(k=0.01)), log_every=1)
     closing = loop.train(experiment, workdir=tmp_path, console=rich.console.Console(file=said, width=200))
-    remembered = [window["exchange_remembered"] for window in windows(tmp_path)]
+    remembered = [window["exchange_residual"] for window in windows(tmp_path)]
     assert remembered[0] < remembered[1] < remembered[2] < remembered[3]
-    assert closing["exchange_remembered"] == remembered[-1]
+    assert closing["exchange_residual"] == remembered[-1]
     assert said.getvalue().count("Warning: What the exchange remembers has grown for 3 windows in a row") == 1
     assert "Ddp: each device sends at least" in said.getvalue()
     assert "has grown for 3 windows in a row" in (tmp_path / "report.html").read_text()

@@ -105,7 +105,7 @@ def test_records_summary_and_report_say_what_is_left_out_and_remembered(trained)
     windows = [r for r in run_folder.read_lines(folder / "metrics.jsonl") if r["kind"] == "window"]
     for window in windows:
         assert 0.01 < window["exchange_error"] < 0.4  # of 4 bits between two hosts, after 8 within
-        assert 1e-4 < window["exchange_remembered"] < 0.01  # as bfloat16 rounds, and a little more
+        assert 1e-4 < window["exchange_residual"] < 0.01  # as bfloat16 rounds, and a little more
     assert said["exchange_error"] == windows[-1]["exchange_error"]
     assert "Error of the exchange" in (folder / "report.html").read_text()
 

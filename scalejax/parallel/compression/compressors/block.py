@@ -17,7 +17,7 @@ class Blocks:
 
     Attributes:
       format: Name of a format: "int4:128", "int4:2048", "int8:128", "bdr_mx9", "mxfp8_e4m3" and so on, not NVFP4.
-      rounding: "stochastic" is right on average: for formats with float32 scales, or under scale_rule="rceil".
+      rounding: "stochastic" is unbiased: for formats with float32 scales, or under scale_rule="rceil".
       scale_rule: Of formats whose scales are powers of two; None = "floor".
     """
 

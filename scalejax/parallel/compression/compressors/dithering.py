@@ -1,4 +1,4 @@
-"""Levels under one scale a row, one of the two next to a value by chance so that it is right on average."""
+"""Levels under one scale a row, one of the two next to a value by chance so that it is unbiased."""
 
 import dataclasses
 from typing import ClassVar, Literal, cast

@@ -29,7 +29,7 @@ class Traits(NamedTuple):
     Attributes:
       name: For messages and reports.
       keys: Which keys `encode` and `decode` want.
-      mean: Whether what comes back is right on average over keys, but for float32 roundings; where it is "biased",
+      mean: Whether what comes back is unbiased over keys, but for float32 roundings; where it is "biased",
         errors are to be fed back.
     """
 

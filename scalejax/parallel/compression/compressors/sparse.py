@@ -78,7 +78,7 @@ class RandomKEntries:
     Attributes:
       k: Values, or a fraction of the row below 1: rounded down, at least one.
       values: What they travel as. Of float16 one that it has not makes the row NaN.
-      scale: "n/k" makes what comes back right on average, for use without error feedback; with "none"
+      scale: "n/k" makes what comes back unbiased, for use without error feedback; with "none"
         E ||C(x) - x||^2 = (1 - k/n) ||x||^2, for use with it, and where sums at the same places travel on.
     """
 
