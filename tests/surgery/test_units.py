@@ -1,6 +1,7 @@
 """Hidden units of MLPs that leave a model and come back."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,9 @@ MODELS = {
 }
 
 
+transformation_of = functools.cache(lambda optimizer: optimizer.build(10))
+
+
 def built(config, seed=0):
     """In float32, or in float64 under `x64`."""
     dtype = jnp.result_type(float)
@@ -81,8 +85,8 @@ def built(config, seed=0):
 
 def params_of(config, seed=0):
     """Parameters by path, with biases that are not zero."""
-    rng, model = np.random.default_rng(seed), built(config, seed)
-    found = {path: np.array(x) for path, x in ModelShape.of(model).split(model).items()}
+    rng, shape = np.random.default_rng(seed), ModelShape.of(nnx.eval_shape(lambda: built(config)))
+    found = {path: np.array(x) for path, x in jax.jit(lambda: shape.split(built(config, seed)))().items()}
     return {p: rng.normal(size=x.shape).astype(x.dtype) if p.endswith("bias") else x for p, x in found.items()}
 
 
@@ -92,6 +96,7 @@ def batch(rows=16, seed=0):
     return embedded, rng.normal(size=(rows, 2)).astype(np.float32), rng.integers(2, size=(rows, 1)).astype(np.float32)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def logits(config, params, embedded, dense):
     shape = ModelShape.of(nnx.eval_shape(lambda: built(config)))
     return shape.merge(params)(embedded, dense)
@@ -99,7 +104,7 @@ def logits(config, params, embedded, dense):
 
 def state_of(config, params, optimizer, steps=0):
     """Arrays of a run by the names of a checkpoint, after some steps on noise."""
-    transformation = optimizer.build(10)
+    transformation = transformation_of(optimizer)
     params = {path: jnp.asarray(x) for path, x in params.items()}
     state = transformation.init(params)
     for step in range(steps):
@@ -111,6 +116,7 @@ def named(params, state):
     return {name: np.asarray(x) for name, x in manifests.named_leaves({"params": params, "optimizer": state}).items()}
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def train(config, transformation, params, state, data, masks=None):
     """One step; where there are masks, of units that are multiplied by zero."""
 
@@ -125,7 +131,7 @@ def train(config, transformation, params, state, data, masks=None):
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_the_hidden_layers_are_those_of_all_mlps_of_a_model(config):
-    model = built(config)
+    model = nnx.eval_shape(lambda: built(config))
     wanted = {
         f"{'/'.join(map(str, path))}/layers/{number}": layer.kernel.shape[1]
         for path, module in nnx.iter_modules(model)
@@ -237,7 +243,7 @@ def test_a_cut_by_the_taylor_score_goes_by_the_mean_of_squared_gradients(counts)
     """Against Adam's second moments in NumPy, of the gradients of each step."""
     full, half = HALF["DLRM"]
     optimizer = dataclasses.replace(EACH, b2=0.9, counts=counts)
-    transformation, params = optimizer.build(10), {p: jnp.asarray(x) for p, x in params_of(full).items()}
+    transformation, params = transformation_of(optimizer), {p: jnp.asarray(x) for p, x in params_of(full).items()}
     state, means = transformation.init(params), {path: np.zeros(x.shape) for path, x in params.items()}
     for step in range(4):
         data = batch(seed=step)
@@ -374,7 +380,7 @@ def test_steps_with_masked_units_are_the_steps_of_the_model_without_them(halves,
         layer.name: units.best(units.norm_scores(params, layer), layer.width // 2)
         for layer in units.hidden_layers(params)
     }
-    masks, transformation = mask(params, kept), EACH.build(10)
+    masks, transformation = mask(params, kept), transformation_of(EACH)
     state = transformation.init(params)
     small = {path: jnp.asarray(x) for path, x in units.cut(params, kept).items()}
     small_state = transformation.init(small)

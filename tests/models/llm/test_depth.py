@@ -2,6 +2,7 @@
 
 import dataclasses
 import fractions
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from scalejax.models.llm import families
 from scalejax.models.llm.auxiliary import AuxiliaryRouter
 from scalejax.models.llm.depth import MixtureOfDepths
 from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
+from scalejax.models.llm.llama3 import rope
 from scalejax.models.llm.llama3.model import Llama
 from scalejax.models.llm.llama3.parts import GatedMlp, OutputRmsNorm
 from scalejax.models.llm.moma import TABLE_1, ModalityExperts, published
@@ -67,12 +69,22 @@ def rows(x64):
     return x, jnp.asarray(segments), jnp.asarray(positions)
 
 
+def angles(positions):
+    return rope.angles(positions, rope.frequencies(GQA.width, GQA.rope_theta))
+
+
+@nnx.jit
 def first_layer(module, rows):
     """What the layer that sees some tokens makes of x, and the numbers."""
     x, segments, positions = rows
-    made = model(module.part)
     prepared = module.prepare(segments != 0, jnp.zeros_like(segments), room="all")
-    return module.with_numbers(x, module.numbers(len(x)), prepared, made._cos_sin(positions), segments, positions)
+    return module.with_numbers(x, module.numbers(len(x)), prepared, angles(positions), segments, positions)
+
+
+@nnx.jit
+def block(module, x, segments, positions):
+    """What the layer makes of tokens if it takes all of them."""
+    return module.some(x, angles(positions), segments, positions)
 
 
 def literal(module, x, segments, positions):
@@ -84,7 +96,7 @@ def literal(module, x, segments, positions):
     own = [jnp.asarray(a)[None, taken] for a in (x, segments, positions)]
     y = np.array(x)
     if k:
-        layer = module.some(own[0], model(module.part)._cos_sin(own[2]), own[1], own[2])
+        layer = block(module, *own)
         y[taken] += scores[taken][:, None] * np.asarray(layer - own[0])[0]
     return y, taken
 
@@ -122,7 +134,7 @@ def test_at_a_capacity_of_1_it_is_the_gated_dense_layer(rows):
     x, segments, positions = rows
     segments = jnp.ones_like(segments)
     module = pair(MixtureOfDepths(capacity=1.0))
-    layer = module.some(x, model(None)._cos_sin(positions), segments, positions)
+    layer = block(module, x, segments, positions)
     expected = x + jax.nn.sigmoid(x @ module.router[...]) * (layer - x)
     np.testing.assert_allclose(first_layer(module, (x, segments, positions))[0], expected, rtol=1e-10, atol=1e-12)
 
@@ -146,14 +158,16 @@ def test_gradients_go_through_the_layer_and_the_scores(rows):
     graph, state = nnx.split(module)
     weights = jax.random.normal(jax.random.key(2), x.shape)
 
+    @jax.jit
     def loss(x, state):
         return (first_layer(nnx.merge(graph, state), (x, segments, positions))[0] * weights).sum()
 
-    _, of_state = jax.grad(loss, (0, 1))(x, state)
+    _, of_state = jax.jit(jax.grad(loss, (0, 1)))(x, state)
     assert np.asarray(of_state["router"][...]).any()
     check_grads(lambda x: loss(x, state), (x,), order=1, modes=["rev"], atol=1e-5, rtol=1e-5, eps=1e-6)
     router = state["router"][...]
 
+    @jax.jit
     def of_router(router):
         changed = jax.tree.map(lambda x: x, state)
         changed["router"][...] = router
@@ -177,8 +191,9 @@ def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(
     made, (tokens, positions, segments) = model(AUXILIARY, MLPS[name]), texts_and_images
     other = tokens.at[:, 9].set((tokens[:, 9] + 45) % 90)
 
+    @functools.partial(jax.jit, static_argnums=1)
     def hidden(tokens, routing):
-        return jax.jit(lambda t: made.hidden_with_numbers(t, positions, segments, routing=routing)[0])(tokens)
+        return made.hidden_with_numbers(tokens, positions, segments, routing=routing)[0]
 
     causal = [np.asarray(hidden(ids, "causal")) for ids in (tokens, other)]
     np.testing.assert_array_equal(causal[0][:, :9], causal[1][:, :9])
@@ -199,8 +214,8 @@ def test_a_cache_gives_the_logits_of_the_whole_row(texts_and_images, name):
     logits, cache = step(tokens[:, :8], rows.reading([5, 8], 8), cache)
     for row, at in ((0, 4), (1, 7)):
         np.testing.assert_allclose(logits[row], whole[row, at], rtol=1e-9, atol=1e-9)
-    late = jnp.stack([tokens[0, 5:8], tokens[1, :3]])
-    _, cache = step(late, rows.reading([3, 0], 3), cache)
+    late = jnp.stack([tokens[0, 5:13], tokens[1, :8]])
+    _, cache = step(late, rows.reading([3, 0], 8), cache)
     for at in range(8, 16):
         logits, cache = step(tokens[:, at : at + 1], rows.reading([1, 1], 1), cache)
         np.testing.assert_allclose(logits, whole[:, at], rtol=1e-9, atol=1e-9)
@@ -236,7 +251,7 @@ def test_auxiliary_routers_learn_who_was_taken_and_nothing_else_does(rows):
         numbers = first_layer(module, (x, segments, positions))[1]
         return module.part.routed(GatedMlp()).losses(numbers), numbers
 
-    (value, numbers), (of_state, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state, x)
+    (value, numbers), (of_state, of_x) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(state, x)
     expected = taken_in_all = 0
     for row in zip(*rows, strict=True):
         labels = np.zeros(16)
@@ -256,7 +271,7 @@ def test_the_use_of_experts_is_told_by_layer(texts_and_images):
     """Layers that see some tokens and those that see all, in their order."""
     mlp, (tokens, positions, segments) = MLPS["top-k"], texts_and_images
     made = model(MixtureOfDepths(capacity=0.25), mlp)
-    numbers = made.hidden_with_numbers(tokens, positions, segments)[2]
+    numbers = jax.jit(lambda *given: made.hidden_with_numbers(*given)[2])(tokens, positions, segments)
     load = made.config.routed.sums(numbers)["experts/load"]
     np.testing.assert_array_equal(load.sum(1), [2 * 2 * 4, 2 * 2 * 16] * 2)
     names = [value.name for metric in made.config.routed.metrics(4) for value in metric.values]
@@ -294,8 +309,7 @@ def texts(tmp_path_factory):
     return small.write(tmp_path_factory.mktemp("texts") / "documents")
 
 
-def trained(texts, depth, shape, strategy=EXPLICIT):
-    mlp = Experts(count=4, router=TopK(k=2))
+def trained(texts, depth, shape, strategy=EXPLICIT, mlp=MLPS["top-k"]):
     model = dataclasses.replace(small.MODEL, layers=4, mlp=mlp, depth=depth, stage_parts=1)
     run = small.bind(texts, shape, model=model, strategy=strategy, precision=Precision(params="float64"))
     state, host = run.begin()
@@ -303,13 +317,14 @@ def trained(texts, depth, shape, strategy=EXPLICIT):
     return losses, jax.tree.map(np.asarray, state.params)
 
 
-@pytest.mark.default_cases("explicit fsdp")
-@pytest.mark.parametrize("mesh", MESHES)
-def test_devices_change_nothing_but_the_order_of_sums(texts, mesh):
+@pytest.mark.default_cases("dense-explicit fsdp")
+@pytest.mark.parametrize(("name", "mesh"), [("dense", "explicit fsdp"), *(("top-k", mesh) for mesh in MESHES)])
+def test_devices_change_nothing_but_the_order_of_sums(texts, name, mesh):
     strategy, shape = MESHES[mesh]
     with jax.enable_x64(True):
         (losses, params), (found, got) = (
-            trained(texts, MixtureOfDepths(), *on) for on in ((MeshShape(fsdp=1),), (shape, strategy))
+            trained(texts, MixtureOfDepths(), *on, mlp=MLPS[name])
+            for on in ((MeshShape(fsdp=1), EXPLICIT), (shape, strategy))
         )
     np.testing.assert_allclose(found, losses, rtol=1e-12)
     for path, value in params.items():

@@ -1,6 +1,7 @@
 """RECIST-Net: its loss in NumPy, lesions out of perfect and of mirrored maps, devices, resume, what is refused."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -41,10 +42,14 @@ def crosses(*places, long=20.0, short=12.0, angle=0.3):
     return (np.array(places, np.float32)[:, None] + steps).astype(np.float32)
 
 
+drawn = jax.jit(keypoints.targets, static_argnums=(1, 2, 3))
+found_in = jax.jit(recist_net.found_in, static_argnums=(0, 2, 3))
+
+
 def maps_of(ends, height=SIDE, width=SIDE):
     """Maps [1, h, w, ...] that say of these lesions all there is to say, and Targets."""
     rows, columns = height // STRIDE, width // STRIDE
-    wanted = jax.tree.map(np.asarray, keypoints.targets(jnp.asarray(ends[None]), rows, columns, STRIDE))
+    wanted = jax.tree.map(np.asarray, drawn(jnp.asarray(ends[None]), rows, columns, STRIDE))
     p = np.clip(wanted.heat, 1e-6, 1 - 1e-6)
     offsets, regressed = np.zeros((1, rows, columns, 4, 2), np.float32), np.zeros((1, rows, columns, 4, 2), np.float32)
     for n, one in enumerate(ends):
@@ -60,8 +65,7 @@ def maps_of(ends, height=SIDE, width=SIDE):
 
 def read(maps, config=CONFIG, height=SIDE, width=SIDE):
     """What is found, best first, as NumPy arrays of the first picture; only scores above .5."""
-    found = jax.jit(lambda maps: recist_net.found_in(config, maps, height, width))(maps)
-    found = jax.tree.map(lambda x: np.asarray(x)[0], found)
+    found = jax.tree.map(lambda x: np.asarray(x)[0], found_in(config, maps, height, width))
     best = np.argsort(-found.scores, kind="stable")
     best = best[found.scores[best] > 0.5]
     return jax.tree.map(lambda x: x[best], found)
@@ -158,11 +162,7 @@ def test_mirrored_maps_give_the_mirrored_lesions():
     flat = [{name: x.reshape(*x.shape[:3], -1) for name, x in of.items()} for of in (maps, mirrored)]
     config = changed(CONFIG, grouping__peaks=20, grouping__boxes=400, grouping__aggregation=0.1)
     one, other = (
-        jax.tree.map(
-            lambda x: np.asarray(x)[0],
-            jax.jit(lambda maps: recist_net.found_in(config, maps, rows * STRIDE, columns * STRIDE))(of),
-        )
-        for of in flat
+        jax.tree.map(lambda x: np.asarray(x)[0], found_in(config, of, rows * STRIDE, columns * STRIDE)) for of in flat
     )
     # Column c becomes columns - 1 - c, and so x becomes (columns - 1) * STRIDE - x.
     real, also = one.scores > 0.05, other.scores > 0.05
@@ -184,7 +184,7 @@ def test_mirrored_maps_give_the_mirrored_lesions():
 
 def literal_loss(maps, ends, weight):
     """The loss of one picture and one stack, object by object."""
-    heat, cells = np.asarray(keypoints.targets(jnp.asarray(ends[None]), *maps["heat"].shape[:2], STRIDE).heat)[0], []
+    heat, cells = np.asarray(drawn(jnp.asarray(ends[None]), *maps["heat"].shape[:2], STRIDE).heat)[0], []
     p = np.clip(1 / (1 + np.exp(-maps["heat"])), 1e-4, 1 - 1e-4)
     each = np.where(heat == 1, (1 - p) ** 2 * np.log(p), (1 - heat) ** 4 * p**2 * np.log(1 - p))
     total = -each.sum()
@@ -231,6 +231,11 @@ class Fixed(nnx.Module):
         return tuple(self.stacks)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def loss_of_maps(task, stacks, batch):
+    return task.loss(Fixed(stacks), batch, keys=None, gather=whole)
+
+
 def test_the_loss_equals_its_definition():
     rng = np.random.default_rng(0)
     ends = padded(crosses((16, 14), (47, 18)), crosses((30, 40), angle=0.8, long=30), np.zeros((0, 4, 2)))
@@ -240,7 +245,7 @@ def test_the_loss_equals_its_definition():
     with jax.enable_x64(True):
         task = CONFIG.task(SCHEMA)
         weights = np.array([1, 1, 0], np.float32)
-        loss = task.loss(Fixed(stacks), batch_of(ends, weights=weights), keys=None, gather=whole)
+        loss = loss_of_maps(task, stacks, batch_of(ends, weights=weights))
         wanted = [
             literal_loss({name: x[n] for name, x in maps.items()}, ends[n].astype(np.float64), 0.1)
             for maps in stacks
@@ -258,7 +263,7 @@ def test_the_loss_counts_objects_and_a_picture_without_any_as_one():
 
 
 def test_a_batch_without_a_lesion_has_finite_loss_and_gradients():
-    task = CONFIG.task(SCHEMA)
+    task = changed(CONFIG, backbone__stacks=1).task(SCHEMA)
     model = task.init(nnx.Rngs(0), nn.FLOAT32)
     images = np.random.default_rng(0).integers(0, 99, (2, *SCHEMA.shape)).astype(np.uint8)
     batch = batch_of(padded(np.zeros((0, 4, 2)), np.zeros((0, 4, 2))), images)
@@ -364,7 +369,7 @@ def test_a_centre_and_a_size_give_the_box():
 def test_the_loss_of_centre_and_size_vanishes_where_the_maps_are_right():
     task = changed(CONFIG, read="centre-and-size").task(SCHEMA)
     ends = padded(crosses((16, 14), (47, 18)))
-    wanted = keypoints.targets(jnp.asarray(ends), 16, 16, STRIDE)
+    wanted = drawn(jnp.asarray(ends), 16, 16, STRIDE)
     heat = np.asarray(wanted.heat[..., 4:])
     maps = {"heat": np.where(heat == 1, 20.0, np.where(heat > 0, -2.0, -20.0)).astype(np.float32)}
     maps |= {name: np.zeros((1, 16, 16, 2), np.float32) for name in ("offsets", "size")}
@@ -375,7 +380,7 @@ def test_the_loss_of_centre_and_size_vanishes_where_the_maps_are_right():
         maps["size"][0, y, x] = around[2:] - around[:2]
 
     def loss(maps):
-        return float(task.loss(Fixed([maps]), batch_of(ends), keys=None, gather=whole).sum)
+        return float(loss_of_maps(task, [maps], batch_of(ends)).sum)
 
     right = loss(maps)
     assert right < 0.5  # the slopes of bumps

@@ -87,7 +87,7 @@ def built(config, seed=0):
 def test_is_what_the_file_says(groups):
     config = SMALL if groups is None else dataclasses.replace(SMALL, norm="group", groups=groups)
     model, image = built(config), drawn(1, 0)["images"]
-    found = model(jnp.asarray(image))
+    found = nnx.jit(lambda model, x: model(x))(model, jnp.asarray(image))
     wanted = literal_unet(model, image[0], groups)
     assert [x.shape for x in found] == [(1, 16, 16, 3), (1, 8, 8, 3)]
     for one, other in zip(found, wanted, strict=True):
@@ -171,12 +171,18 @@ def learnt(config, devices, strategy, **changes):
     return losses, jax.tree.map(np.asarray, {**state.params, **state.variables})
 
 
-@pytest.mark.default_cases("batch-explicit")
+ON_DEVICES = {
+    "two levels": UNetConfig(widths=(3, 4), norm="batch"),
+    **{norm: dataclasses.replace(SMALL, norm=norm) for norm in ("batch", "instance")},
+}
+
+
+@pytest.mark.default_cases("two levels-explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", STRATEGIES)
-@pytest.mark.parametrize("norm", ["batch", "instance"])
-def test_eight_devices_learn_what_one_does(norm, form):
-    config = dataclasses.replace(SMALL, norm=norm)
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_eight_devices_learn_what_one_does(name, form):
+    config = ON_DEVICES[name]
     found, wanted = learnt(config, 8, STRATEGIES[form]), learnt(config, 1, Fsdp())
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-11), found[1], wanted[1])
@@ -220,6 +226,7 @@ def test_masks_without_classes_are_refused():
 def test_bfloat16_gives_logits_in_float32():
     model = UNet(SMALL, SCHEMA, nnx.Rngs(0), Dtypes(compute=jnp.bfloat16))
     image = jnp.asarray(drawn(2, 0)["images"])
-    found, wanted = model(image)[0], UNet(SMALL, SCHEMA, nnx.Rngs(0))(image)[0]
+    call = nnx.jit(lambda model, x: model(x)[0])
+    found, wanted = call(model, image), call(UNet(SMALL, SCHEMA, nnx.Rngs(0)), image)
     assert found.dtype == jnp.float32
     assert np.abs(found - wanted).mean() < 0.05 * np.abs(wanted).mean()
