@@ -89,6 +89,7 @@ def chosen(passed):
     return None if passed is None else lambda new, cached: passed
 
 
+@pytest.mark.default_cases("context=4-pass_kv", "context=2,tensor=2-None")
 @pytest.mark.parametrize(
     ("name", "passed"),
     [

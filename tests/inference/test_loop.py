@@ -294,13 +294,14 @@ def test_rows_whose_logits_are_not_finite_end_alone_and_leave_nothing_behind(eng
     assert [found[number, 0] for number in range(2, 6)] == [(want[1], "length")] * 4
 
 
-@pytest.mark.parametrize("case", ["cancelled", "behind a window", "int8"])
+@pytest.mark.default_cases("cancelled", "behind a window, int8")
+@pytest.mark.parametrize("case", ["cancelled", "behind a window", "int8", "behind a window, int8"])
 def test_what_is_not_finite_stays_with_its_request(engine, monkeypatch, case):
     """Also where nobody has seen its logits, where its units were let go of, and where numbers are stored as int8."""
     monkeypatch.setattr(loop, "PIECE", 32)
     monkeypatch.setattr(loop, "LENGTHS", (32,))
     table = engine.params["embed/weight"].at[95].set(np.nan)
-    config = dataclasses.replace(engine.config, window=40) if case == "behind a window" else engine.config
+    config = dataclasses.replace(engine.config, window=40) if "window" in case else engine.config
     shape = engine.shape
     if config != engine.config:
         shape = ModelShape.of(config.task(TokenSchema(vocabulary=96, length=64)).init(nnx.Rngs(0), nn.Dtypes()))
@@ -308,13 +309,13 @@ def test_what_is_not_finite_stays_with_its_request(engine, monkeypatch, case):
         engine, config=config, shape=shape, params={**engine.params, "embed/weight": table}, choices=95
     )
     fine = [token for token in IDS if token != 95]
-    on = scheduler(broken, 14, slots=2, kv_dtype="int8" if case == "int8" else "compute")
+    on = scheduler(broken, 14, slots=2, kv_dtype="int8" if "int8" in case else "compute")
     bad = on.submit(Request(prompt=(*fine[:5], 95, *fine[5:120]), max_tokens=4))
     on.step()
     if case == "cancelled":
         on.cancel(bad)
     found, _ = run(on)
-    if case == "int8":
+    if "int8" in case:
         assert found[bad, 0] == ((), "error")
     for begin in range(0, 160, 40):
         on.submit(Request(prompt=tuple(fine[begin + 100 : begin + 130]), max_tokens=8))
@@ -400,6 +401,7 @@ def test_with_a_window_a_text_is_longer_than_its_cache(tmp_path):
             scheduler(small, 2).submit(Request(prompt=turn, max_tokens=10))
 
 
+@pytest.mark.default_cases("int8")
 @pytest.mark.parametrize("kept", ["int8", "float8"])
 def test_stored_formats_give_nearly_the_same_distribution(engine, kept):
     """Mean divergence over a text that is fed token by token."""

@@ -30,7 +30,11 @@ def distribution(logits, temperature, top_p, top_k=0):
 def draw(logits, chosen, count):
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
     how = row_sampling([chosen] * count, samples=range(count))
-    return np.asarray(jax.jit(sampling.choose)(rows, how, how.keys(), jnp.full(count, 5)))
+    return np.asarray(choose(rows, how, how.keys(), jnp.full(count, 5)))
+
+
+nucleus = jax.jit(sampling.nucleus)
+choose = jax.jit(sampling.choose)
 
 
 def row_sampling(chosen, digests=None, samples=None):
@@ -48,7 +52,7 @@ def test_the_nucleus_is_the_smallest_set_that_is_large_enough(top_p, top_k):
     logits[0, :] = 1.0  # all alike: tokens of small number come first
     logits[1, 3] = 40.0  # one alone has all
     given = jnp.full(20, top_p, jnp.float32), jnp.full(20, top_k, jnp.int32)
-    kept = np.isfinite(np.asarray(sampling.nucleus(jnp.asarray(logits, jnp.float32), *given)))
+    kept = np.isfinite(np.asarray(nucleus(jnp.asarray(logits, jnp.float32), *given)))
     want = np.stack([distribution(row.astype(np.float32).astype(np.float64), 1.0, top_p, top_k) > 0 for row in logits])
     np.testing.assert_array_equal(kept, want)
     assert kept.any(-1).all()
@@ -82,7 +86,6 @@ def test_rows_of_a_batch_are_chosen_each_in_its_own_way():
         TokenSampling(temperature=1.5, top_p=0.8, seed=4),
         TokenSampling(temperature=1.5, top_k=3, seed=5),
     ]
-    choose = jax.jit(sampling.choose)
     alone = []
     for row, way in enumerate(ways):
         how = row_sampling([way] * 4, digests=[8] * 4, samples=[2] * 4)

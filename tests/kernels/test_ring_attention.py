@@ -88,7 +88,7 @@ def check(ranks, mode, arrays, repeats=1, tolerance=1e-5, **options):
         assert not races_found()
 
 
-@pytest.mark.default_cases("on_wait-2", "eager-2", "eager-4")
+@pytest.mark.default_cases("on_wait-2", "eager-4")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_the_definition_however_copies_run_and_without_a_race(mode, ranks):

@@ -1,5 +1,6 @@
 """Convolutions and GroupNorm against literal sums."""
 
+import functools
 import re
 
 import jax
@@ -31,7 +32,7 @@ def test_is_the_literal_sum(kernel, stride, bias):
     x = np.random.default_rng(0).normal(size=(2, 9, 8, 3)).astype(np.float32)
     wanted = literal(x, np.asarray(conv.kernel[...], np.float64), stride) + (bias or 0)
     # Sums of 147 products of float32.
-    np.testing.assert_allclose(conv(jnp.asarray(x)), wanted, atol=1e-5)
+    np.testing.assert_allclose(nnx.jit(lambda conv, x: conv(x))(conv, jnp.asarray(x)), wanted, atol=1e-5)
 
 
 def test_an_even_filter_is_refused():
@@ -82,11 +83,15 @@ def test_forms_for_a_cpu_are_xla_s_convolution_with_its_gradients(name, x64):
         rng.normal(size=(2, side + 2 * (side > 2), side, inputs)),
         rng.normal(size=(kernel, kernel, inputs, outputs)),
     )
-    y, pull = jax.vjp(lambda x, f: convolution.convolve(x, f, stride), jnp.asarray(x), jnp.asarray(filters))
-    wanted, plainly = jax.vjp(lambda x, f: convolution._plain(x, f, stride), jnp.asarray(x), jnp.asarray(filters))
-    np.testing.assert_allclose(y, wanted, rtol=1e-12, atol=1e-12)
-    g = jnp.asarray(rng.normal(size=y.shape))
-    for ours, theirs in zip(pull(g), plainly(g), strict=True):
+    g = rng.normal(size=jax.eval_shape(lambda x, f: convolution._plain(x, f, stride), x, filters).shape)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(of, x, f, g):
+        y, pull = jax.vjp(lambda x, f: of(x, f, stride), x, f)
+        return y, *pull(g)
+
+    found, wanted = (results(of, x, filters, g) for of in (convolution.convolve, convolution._plain))
+    for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 

@@ -1,5 +1,6 @@
 """Routes equal literal loops, forward and backward, and move rows by gathers alone."""
 
+import functools
 import re
 
 import jax
@@ -46,23 +47,31 @@ def literal_expert_choice(x, scores, weights, real):
     return y, taken
 
 
+@jax.jit
 def through(x, routes, weights):
     """dispatch, one expert after another over equally many places, combine."""
     rows = routing.dispatch(x, routes).reshape(len(weights), -1, x.shape[1])
     return routing.combine(jnp.tanh(jnp.einsum("npe,nef->npf", rows, weights)).reshape(-1, x.shape[1]), routes)
 
 
+@jax.jit
 def through_groups(x, routes, sizes, weights):
     expert = jnp.repeat(jnp.arange(len(weights)), sizes, total_repeat_length=routes.tokens.shape[0])
     return routing.combine(jnp.tanh(jnp.einsum("pe,pef->pf", routing.dispatch(x, routes), weights[expert])), routes)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def with_capacity(choice, capacity):
     return routing.routes_with_capacity(choice.experts, choice.gates, count=EXPERTS, capacity=capacity)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def in_groups(choice, block):
     return routing.routes_in_groups(choice.experts, choice.gates, count=EXPERTS, block=block)
+
+
+choose_experts = jax.jit(routing.choose_experts, static_argnames=("k", "scores"))
+choose_tokens = jax.jit(routing.choose_tokens, static_argnames="capacity")
 
 
 @pytest.fixture
@@ -76,7 +85,7 @@ def arrays(x64):
 @pytest.mark.parametrize(("k", "scores"), [(1, "sigmoid"), (2, "softmax"), (EXPERTS, "softmax")])
 def test_token_choice_equals_a_loop_over_tokens(arrays, k, scores, capacity):
     x, logits, weights, real = arrays
-    choice = routing.choose_experts(jnp.asarray(logits), jnp.asarray(real), k=k, scores=scores)
+    choice = choose_experts(jnp.asarray(logits), jnp.asarray(real), k=k, scores=scores)
     routes = with_capacity(choice, capacity)
     expected, dropped = literal_token_choice(x, logits, weights, real, k, capacity, scores)
     np.testing.assert_allclose(through(jnp.asarray(x), routes, weights), expected, rtol=1e-12, atol=1e-14)
@@ -87,7 +96,7 @@ def test_token_choice_equals_a_loop_over_tokens(arrays, k, scores, capacity):
 @pytest.mark.parametrize("block", [1, 8])
 def test_groups_drop_nothing(arrays, block):
     x, logits, weights, real = arrays
-    choice = routing.choose_experts(jnp.asarray(logits), jnp.asarray(real), k=2)
+    choice = choose_experts(jnp.asarray(logits), jnp.asarray(real), k=2)
     routes, sizes = in_groups(choice, block)
     expected, _ = literal_token_choice(x, logits, weights, real, 2, TOKENS, "softmax")
     np.testing.assert_allclose(
@@ -99,7 +108,7 @@ def test_groups_drop_nothing(arrays, block):
 
 def test_all_choices_of_one_expert_fit_into_the_groups():
     logits = jnp.zeros((TOKENS, EXPERTS)).at[:, 2].set(9.0).at[:, 1].set(5.0)
-    routes, sizes = in_groups(routing.choose_experts(logits, jnp.ones(TOKENS, bool), k=2), 8)
+    routes, sizes = in_groups(choose_experts(logits, jnp.ones(TOKENS, bool), k=2), 8)
     assert sizes.tolist() == [0, 24, 24, 0]
     assert bool(routes.used.all())
 
@@ -109,7 +118,7 @@ def test_expert_choice_equals_the_loop_of_the_paper(arrays, real):
     x, logits, weights, _ = arrays
     mask = np.arange(TOKENS) == 7 if real == "one" else np.random.default_rng(1).random(TOKENS) < real
     scores = 1 / (1 + np.exp(-np.round(logits)))  # many ties
-    routes = routing.choose_tokens(jnp.asarray(scores), jnp.asarray(mask), capacity=TOKENS // EXPERTS)
+    routes = choose_tokens(jnp.asarray(scores), jnp.asarray(mask), capacity=TOKENS // EXPERTS)
     expected, taken = literal_expert_choice(x, scores, weights, mask)
     np.testing.assert_allclose(through(jnp.asarray(x), routes, weights), expected, rtol=1e-12, atol=1e-14)
     used = np.asarray(routes.used)
@@ -125,7 +134,7 @@ def test_gradients_are_those_of_dense_sums(arrays):
     x, logits, weights, real = map(jnp.asarray, arrays)
 
     def routed(x, logits, weights, dense):
-        choice = routing.choose_experts(logits, real, k=2)
+        choice = choose_experts(logits, real, k=2)
         routes = with_capacity(choice, 4)
         if not dense:
             return jnp.sin(through(x, routes, weights)).sum()
@@ -138,14 +147,17 @@ def test_gradients_are_those_of_dense_sums(arrays):
 
     def chosen(x, logits, weights, dense):
         scores = jax.nn.sigmoid(logits)
-        routes = routing.choose_tokens(scores, real, capacity=TOKENS // EXPERTS)
+        routes = choose_tokens(scores, real, capacity=TOKENS // EXPERTS)
         if not dense:
             return jnp.sin(through(x, routes, weights)).sum()
         gates = jnp.where(routes.used, scores, 0)
         return jnp.sin(jnp.einsum("tn,nte->te", gates, jnp.tanh(jnp.einsum("td,nde->nte", x, weights)))).sum()
 
     for loss in (routed, chosen):
-        found, expected = (jax.grad(loss, (0, 1, 2))(x, logits, weights, dense) for dense in (False, True))
+        found, expected = (
+            jax.jit(jax.grad(functools.partial(loss, dense=dense), (0, 1, 2)))(x, logits, weights)
+            for dense in (False, True)
+        )
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-13)
     padding = ~np.asarray(real)
@@ -155,7 +167,7 @@ def test_gradients_are_those_of_dense_sums(arrays):
 
 def test_the_way_back_is_the_adjoint_of_the_way_there(arrays):
     x, logits, _, real = map(jnp.asarray, arrays)
-    routes = routing.choose_tokens(jax.nn.sigmoid(logits), real, capacity=TOKENS // EXPERTS)
+    routes = choose_tokens(jax.nn.sigmoid(logits), real, capacity=TOKENS // EXPERTS)
     places, back = jax.vjp(lambda x: routing.dispatch(x, routes), x)
     g = jnp.asarray(np.random.default_rng(2).standard_normal(places.shape))
     np.testing.assert_allclose((places * g).sum(), (x * back(g)[0]).sum(), rtol=1e-12)
@@ -167,7 +179,7 @@ def test_a_permutation_of_tokens_permutes_results(arrays):
 
     def run(x, logits, real):
         scores = jax.nn.sigmoid(jnp.asarray(logits))
-        routes = routing.choose_tokens(scores, jnp.asarray(real), capacity=TOKENS // EXPERTS)
+        routes = choose_tokens(scores, jnp.asarray(real), capacity=TOKENS // EXPERTS)
         return np.asarray(through(jnp.asarray(x), routes, weights))
 
     np.testing.assert_allclose(run(x[order], logits[order], real[order]), run(x, logits, real)[order], rtol=1e-12)
@@ -176,19 +188,19 @@ def test_a_permutation_of_tokens_permutes_results(arrays):
 def test_a_bias_moves_the_choice_and_no_gate(arrays):
     _, logits, _, real = map(jnp.asarray, arrays)
     bias = jnp.asarray([0.0, 0.0, 5.0, 0.0])
-    choice = routing.choose_experts(logits, real, k=2, scores="sigmoid", bias=bias)
+    choice = choose_experts(logits, real, k=2, scores="sigmoid", bias=bias)
     kept = np.asarray(real)
     assert (np.asarray(choice.experts)[kept, 0] == 2).all()
     picked = np.take_along_axis(np.asarray(jax.nn.sigmoid(logits)), np.asarray(choice.experts) % EXPERTS, 1)
     np.testing.assert_allclose(np.asarray(choice.gates)[kept], (picked / picked.sum(1, keepdims=True))[kept])
-    gradient = jax.grad(lambda bias: routing.choose_experts(logits, real, k=2, bias=bias).gates[0, 0])(bias)
+    gradient = jax.grad(lambda bias: choose_experts(logits, real, k=2, bias=bias).gates[0, 0])(bias)
     assert not gradient.any()
 
 
 def test_scores_are_computed_in_float32_and_results_keep_their_dtype():
     rng = np.random.default_rng(4)
     x, logits = (jnp.asarray(rng.standard_normal((TOKENS, n)), jnp.bfloat16) for n in (WIDTH, EXPERTS))
-    choice = routing.choose_experts(logits, jnp.ones(TOKENS, bool), k=2)
+    choice = choose_experts(logits, jnp.ones(TOKENS, bool), k=2)
     assert (choice.gates.dtype, choice.scores.dtype) == (jnp.float32, jnp.float32)
     routes = with_capacity(choice, TOKENS)
     assert routing.combine(routing.dispatch(x, routes), routes).dtype == jnp.bfloat16
@@ -204,8 +216,8 @@ def test_rows_are_gathered_and_never_scattered(arrays):
     weights = jnp.ones((EXPERTS, 64, 64), jnp.float32)
 
     def loss(x, logits):
-        one = with_capacity(routing.choose_experts(logits, real > 0, k=2), 8)
-        two = routing.choose_tokens(jax.nn.sigmoid(logits), real > 0, capacity=TOKENS // EXPERTS)
+        one = with_capacity(choose_experts(logits, real > 0, k=2), 8)
+        two = choose_tokens(jax.nn.sigmoid(logits), real > 0, capacity=TOKENS // EXPERTS)
         return (through(x, one, weights) + through(x, two, weights)).sum()
 
     text = jax.jit(jax.grad(loss, (0, 1))).lower(x, logits.astype(jnp.float32)).as_text()
@@ -224,7 +236,7 @@ def test_no_tokens_at_all(arrays):
     x = jnp.ones((TOKENS, WIDTH))
 
     def loss(x, logits):
-        routes = routing.choose_tokens(jax.nn.sigmoid(logits), nobody, capacity=TOKENS // EXPERTS)
+        routes = choose_tokens(jax.nn.sigmoid(logits), nobody, capacity=TOKENS // EXPERTS)
         return through(x, routes, weights).sum()
 
     value, gradients = jax.value_and_grad(loss, (0, 1))(x, jnp.asarray(logits))

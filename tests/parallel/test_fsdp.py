@@ -116,7 +116,6 @@ PRODUCT = [
 @pytest.mark.default_cases(
     "SHARD_GRAD_OP-mode2-replica2-fsdp2-tensor2-2-clipped momentum",
     "FULL_SHARD-mode3-replica2-fsdp4-1-clipped momentum",
-    "HYBRID_SHARD-mode5-fsdp8-2-adamw",
     "HYBRID_SHARD_ZERO2-mode6-replica2-fsdp4-1-adamw",
     "DDP-mode10-replica2-fsdp2-tensor2-1-adamw",
 )

@@ -103,6 +103,7 @@ def test_what_is_written_is_scored_and_begun_with(runs, invoke):
     assert begun.exit_code == 0, begun.stderr
 
 
+@pytest.mark.slow
 def test_a_model_over_towers_is_cut_over_them(runs, invoke, tmp_path):
     recipe = f"{runs[0] / 'recipe.py'}:towers"
     run, half, back = (str(tmp_path / name) for name in ("run", "half", "back"))

@@ -109,6 +109,7 @@ def test_a_folder_that_is_no_run_is_refused(invoke):
     one_error(invoke("towers", "nowhere", "--towers", "2"), "RUN_FOLDER nowhere does not exist")
 
 
+@pytest.mark.slow
 def test_a_run_of_towers_on_two_hosts_is_scored_anywhere_and_exported(invoke, folder, tmp_path):
     on_hosts = ("--set", "tables.exchange.route=towers", "--set", "placement.mesh.replica=2")
     run = train(invoke, folder, "hosted", *on_hosts)

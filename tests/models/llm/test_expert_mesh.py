@@ -19,7 +19,6 @@ from scalejax.errors import UserError
 from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.models.llm.moma import ModalityExperts
-from scalejax.nn import Dtypes
 from scalejax.parallel import expert
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh

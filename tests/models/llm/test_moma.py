@@ -34,7 +34,11 @@ def layer_of(part):
 
 
 def run(module, x, modality):
-    modality = jnp.asarray(modality, jnp.int8)
+    return in_layer(module, x, jnp.asarray(modality, jnp.int8))
+
+
+@nnx.jit
+def in_layer(module, x, modality):
     order = module.prepare(modality != PADDING, jnp.zeros_like(modality, jnp.int32), modality, room="data")
     return module.with_numbers(x, order, module.numbers(len(x)))
 
@@ -118,7 +122,7 @@ def test_a_modality_that_the_data_never_have_needs_no_places(x, name, capacities
     module, modality = layer_of(part), kinds(name)
     np.testing.assert_allclose(run(module, x, modality)[0], literal(module, x, modality), rtol=1e-10, atol=1e-12)
     graph, state = nnx.split(module)
-    found = jax.grad(lambda state: run(nnx.merge(graph, state), x, modality)[0].sum())(state)
+    found = jax.jit(jax.grad(lambda state: run(nnx.merge(graph, state), x, modality)[0].sum()))(state)
     empty = "image" if name == "all text" else "text"
     assert not any(np.asarray(g[...]).any() for path, g in nnx.to_flat_state(found) if path[0] == empty)
     assert all(np.asarray(g[...]).any() for path, g in nnx.to_flat_state(found) if path[0] != empty)

@@ -143,7 +143,7 @@ def test_is_its_literal_form(name, randomised, numpy_parameters, x64):
     config = MODULES[name]
     module = build(config, randomised)
     x, dense = data()
-    got = np.asarray(module(x, dense))
+    got = np.asarray(nnx.jit(lambda module, x, dense: module(x, dense))(module, x, dense))
     assert got.shape == (OUT, 3, D)
     for b in range(3):
         want = LITERAL[type(config)](config, numpy_parameters(module), np.asarray(x[:, b]), np.asarray(dense[:, b]))
@@ -155,7 +155,8 @@ def test_is_its_literal_form(name, randomised, numpy_parameters, x64):
 def test_gradients_are_those_of_finite_differences(name, randomised, x64):
     graph, state = nnx.split(build(MODULES[name], randomised))
     x, dense = data(2)
-    check_grads(lambda state, x: nnx.merge(graph, state)(x, dense), (state, x), order=1, modes=("rev",), eps=1e-6)
+    of = jax.jit(lambda state, x: nnx.merge(graph, state)(x, dense))
+    check_grads(of, (state, x), order=1, modes=("rev",), eps=1e-6)
 
 
 def permuted(module, order):

@@ -162,6 +162,7 @@ def as_groups(picked, scores):
     return {tuple(map(int, four)): float(score) for four, score in zip(picked, scores, strict=True)}
 
 
+@functools.cache
 def compiled(how):
     return jax.jit(functools.partial(keypoints.group, how=how))
 
@@ -296,8 +297,8 @@ def test_diameters_are_read_from_four_points_that_are_apart_and_the_short_one_fr
 
 def test_gradients_are_finite_where_there_is_no_object():
     maps = jnp.zeros((2, 8, 8, 5))
-    wanted = keypoints.targets(jnp.full((2, 3, 4, 2), jnp.nan), 8, 8, 4)
-    value, slope = jax.value_and_grad(lambda x: keypoints.focal(x, wanted.heat).sum())(maps)
+    wanted = jax.jit(keypoints.targets, static_argnums=(1, 2, 3))(jnp.full((2, 3, 4, 2), jnp.nan), 8, 8, 4)
+    value, slope = jax.jit(jax.value_and_grad(lambda x: keypoints.focal(x, wanted.heat).sum()))(maps)
     assert np.isfinite(value)
     assert np.isfinite(slope).all()
     assert not wanted.present.any()
@@ -308,11 +309,11 @@ def test_a_group_below_a_threshold_is_none():
     scores, centres = jnp.full((1, 4, 1), 0.5), jnp.zeros((1, 9, 9)).at[0, 4, 4].set(0.5)
     how = Grouping(peaks=1, boxes=1)
 
-    def score(scores, centres):
-        return float(keypoints.group(scores, cells, centres, how).scores[0, 0])
+    def score(scores, centres, how=how):
+        return float(compiled(how)(scores, cells, centres).scores[0, 0])
 
     assert score(scores, centres) == pytest.approx(0.5)
     assert score(scores.at[0, 2, 0].set(0.09), centres) == 0
     assert score(scores, centres * 0.19) == 0
     lenient = dataclasses.replace(how, threshold=0.01, centre_threshold=0.01)
-    assert float(keypoints.group(scores, cells, centres * 0.19, lenient).scores[0, 0]) > 0
+    assert score(scores, centres * 0.19, lenient) > 0

@@ -11,6 +11,7 @@ from changes import changed
 from flax import nnx
 from segmentation_cases import SCHEMA, drawn, experiment
 
+from scalejax import optim
 from scalejax.data.images.augment import Augment
 from scalejax.data.images.dataset import ImageDataSet
 from scalejax.errors import UserError
@@ -198,6 +199,11 @@ def built(config=SMALL, schema=SCHEMA, seed=0):
     return config.build(schema, nnx.Rngs(seed), Dtypes())
 
 
+@nnx.jit
+def call(model, *given):
+    return model(*given)
+
+
 def pictures(count, seed):
     found = drawn(count, seed)
     return jnp.asarray(found["images"]), jnp.asarray(found["masks"])
@@ -248,6 +254,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.default_cases("dense", "masks", "concatenation", "early")
 @pytest.mark.parametrize("name", CHANGES)
 def test_classes_in_another_order_give_masks_in_another_order(name):
     config = dataclasses.replace(SMALL, **CHANGES[name])
@@ -269,35 +276,46 @@ def test_classes_in_another_order_give_masks_in_another_order(name):
         leaf[...] = jnp.asarray(value)
     (x, _), (y, masks) = pictures(2, 0), pictures(2, 1)
     masks = masks + (jnp.arange(16).reshape(1, 16, 1) > 12).astype(jnp.int32) * (masks == 0) * 3
-    wanted = model(x, y, masks)[0]
-    found = other(x, y, jnp.asarray(new_of_old)[masks])[0]
+    wanted = call(model, x, y, masks)[0]
+    found = call(other, x, y, jnp.asarray(new_of_old)[masks])[0]
     np.testing.assert_allclose(found, wanted[..., [0, *order]], atol=2e-4)
-    assert np.abs(np.asarray(model(x, y, jnp.asarray(new_of_old)[masks])[0] - wanted)).max() > 1e-3
+    assert np.abs(np.asarray(call(model, x, y, jnp.asarray(new_of_old)[masks])[0] - wanted)).max() > 1e-3
 
 
+@pytest.mark.default_cases("prototype", "two encoders", "early")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_template_that_is_read_once_serves_all_pictures(name):
     model = built(dataclasses.replace(SMALL, **CHANGES[name]))
     (x, _), (y, masks) = pictures(3, 0), pictures(1, 1)
-    cached = model.compare(x, model.read(y, masks))
-    repeated = model(x, *(z.repeat(3, 0) for z in (y, masks)))
+    cached = nnx.jit(lambda model, x, y, masks: model.compare(x, model.read(y, masks)))(model, x, y, masks)
+    repeated = call(model, x, *(z.repeat(3, 0) for z in (y, masks)))
     for one, two in zip(cached, repeated, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-4)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_picture_as_its_own_template_attends_to_its_classes(level):
+def test_a_picture_as_its_own_template_attends_to_its_classes():
     """Behind the stems, which differ; the encoder, here untrained, is the one that both sides share."""
     wider = dataclasses.replace(SMALL, unet=dataclasses.replace(UNET, widths=(8, 12, 16)))
     model, (images, masks) = built(wider), pictures(6, 0)
-    x = model.encoder(model.stem(standardized(images, SCHEMA, Dtypes()), "evaluation"), "evaluation")[level]
-    f = x.reshape(6, -1, x.shape[-1])
-    inside = averaged(jax.nn.one_hot(masks, 3)[..., 1:], SCHEMA.height // x.shape[1]).reshape(6, -1, 2)
-    present = jnp.ones((6, 2), bool)
-    for found in (prototype_attention(f, prototypes(f, inside), present), dense_attention(f, f, inside, "mean")):
+
+    @nnx.jit
+    def attentions(model):
+        """(share of each class, attention) of each level and kind."""
+        features = model.encoder(model.stem(standardized(images, SCHEMA, Dtypes()), "evaluation"), "evaluation")
+        found, present = [], jnp.ones((6, 2), bool)
+        for x in features:
+            f = x.reshape(6, -1, x.shape[-1])
+            inside = averaged(jax.nn.one_hot(masks, 3)[..., 1:], SCHEMA.height // x.shape[1]).reshape(6, -1, 2)
+            found.append((inside, prototype_attention(f, prototypes(f, inside), present)))
+            found.append((inside, dense_attention(f, f, inside, "mean")))
+        return found
+
+    found = attentions(model)
+    assert len(found) == 6
+    for inside, attention in found:
         for k in range(2):
             share = np.asarray(inside[..., k])
-            own, other = (np.average(found[..., k], weights=w) for w in (share, 1 - share))
+            own, other = (np.average(attention[..., k], weights=w) for w in (share, 1 - share))
             assert own > other
 
 
@@ -373,7 +391,8 @@ def test_it_learns_and_a_run_in_two_halves_has_the_same_bits(tmp_path):
 
 def learnt(config, devices, strategy):
     """(Losses, parameters and running means) after three steps in float64."""
-    run = bound(config, devices, strategy=strategy, precision=Precision(params="float64"))
+    plain = optim.Sgd(learning_rate=optim.Constant(value=1e-2))
+    run = bound(config, devices, strategy=strategy, precision=Precision(params="float64"), optimizer=plain)
     state, losses = run.program.init(), []
     for _, batch in zip(range(3), run.program.task.train_batches(run.data, run.mesh, 0), strict=False):
         state, loss = run.program.train_step(state, convert.to_device(batch, run.program))
@@ -400,7 +419,8 @@ def test_evaluations_take_the_templates_that_are_asked_for(at_test):
     batch = next(task.eval_batches(run.data, run.mesh, "test"))
     train, weights = run.data.splits["train"], batch["template_weights"]
     fields = {name: jnp.asarray(batch[name]) for name in task.fields()}
-    found = task.segment(model, Batch(fields, constants=run.program.constants, purpose="evaluation"))
+    whole_batch = Batch(fields, constants=run.program.constants, purpose="evaluation")
+    found = nnx.jit(lambda model, batch: task.segment(model, batch))(model, whole_batch)
     rows = {"one": np.zeros(8, int), "nearest": weights.argmax(1), "ensemble": None}[at_test]
     if at_test == "one":
         of_classes = [len(np.unique(mask)) for mask in train["masks"]]
@@ -412,11 +432,12 @@ def test_evaluations_take_the_templates_that_are_asked_for(at_test):
     images, masks = (run.program.constants[name] for name in ("images", "masks"))
     if rows is not None:
         assert (weights.argmax(1) == rows).all()
-        wanted = model(fields["images"], images[rows], masks[rows])
+        wanted = call(model, fields["images"], images[rows], masks[rows])
         for one, two in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, two, atol=1e-4)
         return
-    each = [model.compare(fields["images"], model.read(images[m : m + 1], masks[m : m + 1])) for m in range(3)]
+    beside = nnx.jit(lambda model, x, y, masks: model.compare(x, model.read(y, masks)))
+    each = [beside(model, fields["images"], images[m : m + 1], masks[m : m + 1]) for m in range(3)]
     for level in range(2):
         wanted = np.mean([jax.nn.softmax(member[level]) for member in each], 0)
         np.testing.assert_allclose(jax.nn.softmax(found[level]), wanted, atol=1e-5)

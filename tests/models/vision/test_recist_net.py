@@ -12,7 +12,7 @@ import pytest
 from changes import changed
 from flax import nnx
 
-from scalejax import configs, nn
+from scalejax import configs, nn, optim
 from scalejax.data.images import recist
 from scalejax.data.images.schema import ImageSchema
 from scalejax.errors import UserError
@@ -305,6 +305,7 @@ def run_of(experiment, devices):
 def trained(devices, strategy, read="key-points"):
     """(Losses, parameters and running means) of three steps in float64."""
     small = changed(SMOKE, model__backbone=dataclasses.replace(TINY, stacks=1), model__head=4, model__read=read)
+    small = changed(small, optimizer=optim.Sgd(learning_rate=optim.Constant(value=1e-3)))
     run = run_of(changed(small, precision=Precision(params="float64"), strategy=strategy), devices)
     state, losses = run.program.init(), []
     batches = run.program.task.train_batches(run.data, run.mesh, 0)

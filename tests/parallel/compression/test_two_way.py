@@ -289,6 +289,7 @@ def quadratic(compression, steps, rate, seed=0):
     return float(((x - optima.mean(0)) ** 2).sum())
 
 
+@pytest.mark.default_cases("topk")
 @BIASED
 def test_error_feedback_is_what_lets_a_biased_compressor_converge(compressor):
     with_it = quadratic(Compression(compressor=compressor), 400, 0.05)

@@ -156,8 +156,8 @@ DHEN = DhenConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-@pytest.mark.default_cases("implicit HYBRID_SHARD")
 @pytest.mark.parametrize("strategy", [f"{form} {s}" for form in ("implicit", "explicit") for s in SHARDINGS])
 def test_dhen_of_any_sharding_beside_its_tables_equals_one_device(rows, strategy):
     compare(rows, strategy, 1, "nothing", model=DHEN)

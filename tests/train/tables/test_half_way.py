@@ -196,7 +196,7 @@ COVERING = covering(
 @pytest.mark.parametrize(
     ("hosts", "modules", "base", "strategy", "option"),
     [
-        case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow)
+        case if case == DEFAULT[1] else pytest.param(*case, marks=pytest.mark.slow)
         for case in dict.fromkeys([*DEFAULT, ((8, 8), "DCN", "Wukong", "ddp", "nothing"), *COVERING])
     ],
 )
@@ -288,7 +288,8 @@ def test_under_jit_a_device_computes_its_own_examples_alone(rows, module):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("strategy", ["explicit FULL_SHARD", pytest.param("implicit", marks=pytest.mark.slow)])
+@pytest.mark.default_cases("implicit")
+@pytest.mark.parametrize("strategy", ["explicit FULL_SHARD", "implicit"])
 def test_a_checkpoint_of_four_towers_on_eight_devices_goes_on_on_two_and_on_one(rows, tmp_path, strategy):
     experiment = over_towers(
         rows, 4, strategy=STRATEGIES[strategy], steps=3, checkpoints=Checkpoints(every=2), evaluation__every=0,

@@ -19,6 +19,7 @@ def chance_of(shape, bits):
     return (np.asarray(place_bits(KEY, shape)) >> (32 - bits)) * 2.0**-bits
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("scale", ["max", "l2"])
 @pytest.mark.parametrize("levels", [1, 7, 100, 32767])
 def test_linear_levels_are_those_of_the_definition(scale, levels):
@@ -39,6 +40,7 @@ def test_linear_levels_are_those_of_the_definition(scale, levels):
     assert abs(got).max() <= levels
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("scale", ["max", "l2"])
 @pytest.mark.parametrize("levels", [1, 2, 4, 8, 30])
 def test_natural_levels_are_those_of_the_definition(scale, levels):
