@@ -89,7 +89,7 @@ def chosen(passed):
     return None if passed is None else lambda new, cached: passed
 
 
-@pytest.mark.default_cases("context=4-pass_kv", "context=2,tensor=2-None")
+@pytest.mark.default_cases("context=4-pass_kv")
 @pytest.mark.parametrize(
     ("name", "passed"),
     [
@@ -130,10 +130,10 @@ MODELS = {
     ("model", "kept", "passed"),
     [
         ("depth", "compute", "pass_q"),
-        ("window", "float8", "pass_kv"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("window", "float8", "pass_kv"),
                 ("depth", "int8", "pass_kv"),
                 ("window", "compute", "pass_q"),
                 ("window", "int8", "pass_q"),

@@ -46,6 +46,7 @@ def wanted(config, ids):
     return np.asarray(jax.jit(lambda m, *inputs: m(*inputs))(model(config), ids, positions, np.ones_like(ids)))
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("logits", ["last", "all"])
 def test_logits_are_those_of_the_model(tmp_path, name, logits):

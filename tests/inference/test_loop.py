@@ -204,7 +204,7 @@ def test_who_is_put_back_for_want_of_units_has_the_tokens_of_an_undisturbed_run(
 
 
 def test_a_cancelled_request_frees_its_slot_and_units_at_once(engine):
-    on = scheduler(engine, 10, slots=1)
+    on = scheduler(engine, 16, slots=1)
     first = on.submit(Request(prompt=tuple(IDS[:100]), max_tokens=50))
     waiting = on.submit(Request(prompt=tuple(IDS[3:5]), max_tokens=4))
     last = on.submit(Request(prompt=tuple(IDS[200:220]), max_tokens=4))

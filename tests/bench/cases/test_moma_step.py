@@ -18,7 +18,7 @@ SMALL = Size(
 )
 
 
-@pytest.mark.default_cases("4t4i")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_both_sides_are_timed_and_rated(case):
     contest = moma_step.contest(case, "dense", SMALL)

@@ -15,8 +15,8 @@ def contest(case, against="flat"):
     return sptt_exchange.contest(case, against, SMALL, jax.devices()[:8])
 
 
+@pytest.mark.slow
 @pytest.mark.compiled_as_users_do
-@pytest.mark.default_cases("table_row_wise-2x4")
 @pytest.mark.parametrize("case", sptt_exchange.CASES)
 def test_both_routes_give_the_same_bits_and_run(case):
     made = contest(case)

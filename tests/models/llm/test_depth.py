@@ -101,6 +101,7 @@ def literal(module, x, segments, positions):
     return y, taken
 
 
+@pytest.mark.default_cases("0.01", "0.6")
 @pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
 def test_a_layer_is_the_block_on_its_best_tokens_at_their_own_positions(rows, capacity):
     module = pair(MixtureOfDepths(capacity=capacity))

@@ -360,26 +360,36 @@ def texts(tmp_path_factory):
     return small.write(tmp_path_factory.mktemp("texts") / "documents")
 
 
-def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(texts, tmp_path):
-    model = dataclasses.replace(small.MODEL, mlp=EXPERTS)
-    made = small.experiment(texts, model=model)
-    whole = loop.train(made, workdir=tmp_path / "whole")
-    half = dataclasses.replace(made, steps=8)
-    loop.train(half, workdir=tmp_path / "halves")
+@pytest.fixture(scope="module")
+def whole_run(texts, tmp_path_factory):
+    """(experiment, its folder, its summary)"""
+    made = small.experiment(texts, model=dataclasses.replace(small.MODEL, mlp=EXPERTS))
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return made, folder, loop.train(made, workdir=folder)
+
+
+@pytest.mark.slow
+def test_a_run_in_two_halves_has_the_same_bits(whole_run, tmp_path):
+    made, _, whole = whole_run
+    loop.train(dataclasses.replace(made, steps=8), workdir=tmp_path / "halves")
     again = loop.train(made, workdir=tmp_path / "halves")
     assert whole["val_loss"] == again["val_loss"]
-    assert (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1].count("expert_load_max")
+
+
+def test_a_run_says_how_experts_are_used(whole_run):
+    _, folder, whole = whole_run
+    assert (folder / "metrics.jsonl").read_text().splitlines()[-1].count("expert_load_max")
     assert whole["val_experts_unused"] == 0
     assert 1 <= whole["val_expert_load_max"] < 4
     spread = np.asarray(whole["val_gate_cv"])
     assert spread.shape == np.shape(whole["val_gate_mean"]) == (small.MODEL.layers, 4)
     np.testing.assert_allclose(spread.mean(), whole["val_gate_spread"])
     table = Console(width=120, file=io.StringIO())
-    table.print(console.closing_table(whole, report.read_described(tmp_path / "whole")))
+    table.print(console.closing_table(whole, report.read_described(folder)))
     printed = table.file.getvalue()
     assert "mean gate of each expert" in printed
     assert " ".join(f"{value:.2f}" for value in spread[0]) in printed
-    page = (tmp_path / "whole" / "report.html").read_text()
+    page = (folder / "report.html").read_text()
     assert " ".join(f"{value:.2f}" for value in spread[0]) in page
 
 

@@ -400,7 +400,7 @@ def learnt(config, devices, strategy):
     return losses, jax.tree.map(np.asarray, {**state.params, **state.variables})
 
 
-@pytest.mark.default_cases("explicit-attention")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("comparison", ["attention", "concatenation", "early"])
 @pytest.mark.parametrize("form", STRATEGIES)

@@ -148,6 +148,7 @@ def bound(config, devices=None, **changes):
     return Run.bind(run, run.data.build(), make_mesh(MeshShape(), jax.devices()[:devices]))
 
 
+@pytest.mark.slow
 def test_it_learns_and_a_run_in_two_halves_has_the_same_bits(tmp_path):
     run = experiment(UNetConfig(widths=(8, 16)), steps=40)
     whole = loop.train(run, workdir=tmp_path / "whole")

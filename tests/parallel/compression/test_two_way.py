@@ -196,6 +196,7 @@ def test_random_places_travel_on_as_they_are_and_owners_have_no_errors():
     assert np.abs(np.asarray(devices.state["worker"])).max() > 0
 
 
+@pytest.mark.default_cases("random")
 @pytest.mark.parametrize("compressor", [LinearDithering(levels=16), RandomKEntries(k=0.25)], ids=["linear", "random"])
 def test_what_is_right_on_average_needs_no_memory(compressor):
     compression = Compression(compressor=compressor, error_feedback="none")

@@ -190,8 +190,8 @@ OVER_TOWERS = TowersConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-@pytest.mark.default_cases("explicit FULL_SHARD")
 @pytest.mark.parametrize("strategy", [f"{form} {s}" for form in ("implicit", "explicit") for s in SHARDINGS])
 def test_towers_of_any_sharding_beside_their_tables_equal_one_device(rows, strategy):
     compare(rows, strategy, 1, "nothing", model=OVER_TOWERS)

@@ -163,8 +163,8 @@ def test_what_passes_through_towers_unchanged_is_the_exchange_to_the_bit(
     same(collection(hosts, towers, kinds, optimizer), towers, form, weighted)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled_as_users_do
-@pytest.mark.default_cases("formats0")
 @pytest.mark.parametrize(
     "formats",
     [
