@@ -133,6 +133,7 @@ def moma(auxiliary):
     return generate.Engine(config, shape, params, make_mesh(MeshShape(fsdp=1), jax.devices()[:1]))
 
 
+@pytest.mark.default_cases("last")
 @pytest.mark.parametrize("logits", ["last", "all"])
 def test_experts_that_choose_need_auxiliary_routers(tmp_path, logits):
     with pytest.raises(UserError, match="Train auxiliary routers"):

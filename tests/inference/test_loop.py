@@ -165,6 +165,7 @@ def test_samples_read_their_prompt_once_and_draw_as_if_alone(engine):
         assert on.stats.prompt_tokens <= most
 
 
+@pytest.mark.slow
 def test_eight_samples_of_512_tokens_read_them_once(tmp_path, monkeypatch):
     config = dataclasses.replace(GQA, max_positions=1024)
     write_checkpoint(tmp_path / "theirs", config)

@@ -204,6 +204,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.default_cases("optimizer0", "optimizer3")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_layers_in_one_array_step_as_layers_by_themselves(optimizer):
     params, grads = layers()

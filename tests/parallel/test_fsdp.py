@@ -360,7 +360,7 @@ def test_refuses_random_numbers_that_depend_on_the_sharding():
         fsdp.sharded_init(init, mesh=mesh, specs={})
 
 
-@pytest.mark.default_cases("HYBRID_SHARD")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     ["HYBRID_SHARD", "DDP", *(pytest.param(s, marks=pytest.mark.slow) for s in ("FULL_SHARD", "NO_SHARD"))],

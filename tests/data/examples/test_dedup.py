@@ -68,18 +68,24 @@ def permuted(features: KeyedJagged, order: np.ndarray) -> KeyedJagged:
     return KeyedJagged.concatenate([features.slice(b, b + 1) for b in order.tolist()])
 
 
-@given(batches(), groupings)
-@settings(max_examples=300)
-def test_expanding_gives_the_features_back_to_the_bit(features: KeyedJagged, groups: tuple) -> None:
+PARTS = pytest.mark.parametrize("part", [1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
+"""Of the examples of a property, each drawn anew."""
+
+
+@PARTS
+@given(features=batches(), groups=groupings)
+@settings(max_examples=100)
+def test_expanding_gives_the_features_back_to_the_bit(part: int, features: KeyedJagged, groups: tuple) -> None:
     found = deduplicate(features, groups)
     found.validate()
     assert_equal(expand(found), features)
 
 
-@given(batches(), groupings)
-@settings(max_examples=300)
+@PARTS
+@given(features=batches(), groups=groupings)
+@settings(max_examples=100)
 def test_distinct_rows_are_those_of_a_dictionary_in_order_of_first_occurrence(
-    features: KeyedJagged, groups: tuple
+    part: int, features: KeyedJagged, groups: tuple
 ) -> None:
     found = deduplicate(features, groups)
     assert found.groups == groups
@@ -92,9 +98,14 @@ def test_distinct_rows_are_those_of_a_dictionary_in_order_of_first_occurrence(
     assert found.plain.keys == tuple(key for key in KEYS if key not in grouped)
 
 
-@given(batches(), groupings, st.sampled_from([lambda rows: rows * 0, lambda rows: rows & 1, lambda rows: rows << 60]))
-@settings(max_examples=200)
-def test_rows_of_equal_hash_are_never_merged(features: KeyedJagged, groups: tuple, weaken) -> None:
+@PARTS
+@given(
+    features=batches(),
+    groups=groupings,
+    weaken=st.sampled_from([lambda rows: rows * 0, lambda rows: rows & 1, lambda rows: rows << 60]),
+)
+@settings(max_examples=70)
+def test_rows_of_equal_hash_are_never_merged(part: int, features: KeyedJagged, groups: tuple, weaken) -> None:
     def weak(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return weaken(hash_rows(values, lengths).astype(np.int64)).view(np.uint64)
 

@@ -186,7 +186,7 @@ def texts_and_images(x64):
     return tokens, jnp.broadcast_to(jnp.arange(16), (2, 16)), jnp.ones((2, 16), jnp.int32)
 
 
-@pytest.mark.default_cases("by modality")
+@pytest.mark.default_cases("dense")
 @pytest.mark.parametrize("name", MLPS)
 def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(texts_and_images, name):
     made, (tokens, positions, segments) = model(AUXILIARY, MLPS[name]), texts_and_images

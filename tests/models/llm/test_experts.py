@@ -58,6 +58,11 @@ def layer(part, number=1, dtypes=F64):
     return nnx.merge(graph, jax.tree.map(lambda x: 20 * x[number], state))
 
 
+@nnx.jit
+def through(module, x, real):
+    return module.with_numbers(x, Prepared(real), module.numbers(2))
+
+
 def silu(x):
     return x / (1 + np.exp(-x))
 
@@ -88,7 +93,7 @@ def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
     x, real = stream
     module = layer(EXECUTIONS[execution])
     capacity = {"grouped": x.size, "batched, with drops": 8}.get(execution, 32)
-    y, numbers = module.with_numbers(x, Prepared(real), module.numbers(2))
+    y, numbers = through(module, x, real)
     expected, entropy, gates, dropped = literal(module, x, real, 2, capacity)
     np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(numbers["entropy"].sum(), entropy, rtol=1e-10)
@@ -173,7 +178,7 @@ def test_the_losses_of_the_router_are_their_formulas(stream, k):
     real = np.ones((2, 16), bool)
 
     def losses(x):
-        numbers = module.with_numbers(x, Prepared(jnp.asarray(real)), module.numbers(2))[1]
+        numbers = through(module, x, jnp.asarray(real))[1]
         numbers["layer"] = jnp.full_like(numbers["layer"], GQA.layers)
         return numbers
 
@@ -243,7 +248,7 @@ def test_experts_that_choose_are_the_loop_of_the_paper(stream, group, groups, ex
     x, real = stream
     part = Experts(count=4, router=ExpertChoice(group=group), execution=execution)
     module = layer(part)
-    y, numbers = module.with_numbers(x, Prepared(real), module.numbers(2))
+    y, numbers = through(module, x, real)
     expected, saw = chosen_by_loop(module, x, real, groups)
     np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_array_equal(numbers["load"][:, 0], saw.sum(1))
@@ -272,7 +277,7 @@ def test_a_later_token_changes_an_earlier_one_where_experts_choose_and_only_ther
 
     def moved(part):
         module = layer(part)
-        before, after = (module.with_numbers(rows, Prepared(real), module.numbers(2))[0] for rows in (x, other))
+        before, after = (through(module, rows, real)[0] for rows in (x, other))
         return bool((before[:, :15] != after[:, :15]).any())
 
     assert moved(Experts(count=4, router=ExpertChoice(group="sequence"), execution="batched"))

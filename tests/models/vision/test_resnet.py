@@ -47,6 +47,7 @@ def multiply_adds(config, schema):
     return config.task(schema).work({"images": (1, *schema.shape)}).flops / 6
 
 
+@pytest.mark.default_cases("resnet20*", "resnet110*")
 @pytest.mark.parametrize(
     ("size", "published"), [("resnet20", 0.27), ("resnet32", 0.46), ("resnet56", 0.85), ("resnet110", 1.7)]
 )
@@ -200,6 +201,7 @@ def test_refuses_one_class():
         resnet.cifar(8).task(dataclasses.replace(CIFAR, classes=("only",)))
 
 
+@pytest.mark.default_cases("resnet-smoke")
 @pytest.mark.parametrize("recipe", ["resnet-smoke", "recist-smoke"])
 def test_a_batch_of_one_is_refused_in_training(recipe):
     run = configs.load(recipe, ["data.batch_size=1"])

@@ -125,7 +125,7 @@ def test_hybrid_sharding_searches_copies():
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(run, marks=() if at in ("Llama 3.1 8B, v6e", "Mixtral 8x22B, v6e") else pytest.mark.slow, id=at)
+        pytest.param(run, marks=() if at == "Mixtral 8x22B, v6e" else pytest.mark.slow, id=at)
         for at, run in ((run.name, run) for run in runs.RUNS)
     ],
 )

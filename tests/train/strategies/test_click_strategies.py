@@ -171,8 +171,8 @@ TOWERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-@pytest.mark.default_cases("id maps")
 @pytest.mark.parametrize("extra", ["nothing", "id maps", "dedup", "ids ahead", "stale", "deltas"])
 def test_an_exchange_in_two_levels_equals_one_device(rows, extra):
     experiment = double(rows, **WITH[extra])
