@@ -216,12 +216,13 @@ def test_what_waits_is_of_the_examples_that_come(learning):
             before = batch["number"]
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_those_taken_one_operation_at_a_time():
     run = bound(recipe(Smc()))
-    compiled, _ = train(run, run.program.init(), 2)
+    compiled, _ = train(run, run.program.init(), 4)
     state = run.program.init()
     with jax.disable_jit():
-        literal, _ = train(run, state, 2)
+        literal, _ = train(run, state, 4)
     np.testing.assert_allclose(literal, compiled, rtol=1e-5)
 
 

@@ -81,38 +81,44 @@ def test_several_prompts_and_a_file_of_results(invoke, run, tmp_path):
     assert json.loads(again.read_text()) == found[-2:]  # whatever came before it
 
 
+MISTAKES = [
+    (("convert", "{theirs}", "{theirs}"), "is there already"),
+    (("convert", "nowhere", "x"), "nowhere is no folder"),
+    (("convert", "{empty}", "x"), "has no model.json"),
+    (
+        ("convert", "{theirs}", "x", "--dtype", "int8"),
+        "--dtype must be one of float32, bfloat16, float16; got 'int8'",
+    ),
+    (("convert", "{theirs}", "x", "--experts", "fused"), "--experts fused: goes with a folder of Hugging Face"),
+    (("convert", "{run}", "x", "--experts", "fused"), "--experts fused: LlamaForCausalLM has no experts"),
+    (("convert", "{theirs}", "x", "--shard-size", "0"), "--shard-size must be above 0 GB"),
+    (("convert", "{theirs}", "x", "--shard-size", "inf"), "--shard-size must be above 0 GB and finite"),
+    (("convert", "{theirs}", "x", "--step", "3"), "--step 3: "),
+    (("convert", "{run}", "x", "--step", "3"), "--step 3: "),
+    (("generate", "{theirs}", "--prompt", "a"), "has no tokenizer.json"),
+    (("generate", "{run}", "--prompt", "a", "--dtype", "int8"), "--dtype must be one of"),
+    (("generate", "{theirs}"), "--prompt or --prompt-file must say what to continue"),
+    (("generate", "{run}", "--prompt", "a", "--max-tokens", "0"), "max_tokens must be at least 1; got 0"),
+    (("generate", "{run}", "--prompt", "a", "--max-tokens", "2000"), "the model is meant for at most 1,024"),
+    (("generate", "{run}", "--prompt", "a", "--temperature", "-1"), "temperature must be 0 (greedy) or above"),
+    (("generate", "{run}", "--prompt", ""), "prompt 1 is empty"),
+    (("generate", "{run}", "--prompt-file", "nowhere.txt"), "--prompt-file nowhere.txt: cannot be read"),
+    (("generate", "{run}", "--prompt", "a", "--mesh", "tensor=3"), "axis sizes must multiply to the 8 devices"),
+]
+
+
+# To train the run takes longer than all mistakes.
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (("convert", "{theirs}", "{theirs}"), "is there already"),
-        (("convert", "nowhere", "x"), "nowhere is no folder"),
-        (("convert", "{empty}", "x"), "has no model.json"),
-        (
-            ("convert", "{theirs}", "x", "--dtype", "int8"),
-            "--dtype must be one of float32, bfloat16, float16; got 'int8'",
-        ),
-        (("convert", "{theirs}", "x", "--experts", "fused"), "--experts fused: goes with a folder of Hugging Face"),
-        (("convert", "{run}", "x", "--experts", "fused"), "--experts fused: LlamaForCausalLM has no experts"),
-        (("convert", "{theirs}", "x", "--shard-size", "0"), "--shard-size must be above 0 GB"),
-        (("convert", "{theirs}", "x", "--shard-size", "inf"), "--shard-size must be above 0 GB and finite"),
-        (("convert", "{theirs}", "x", "--step", "3"), "--step 3: "),
-        (("convert", "{run}", "x", "--step", "3"), "--step 3: "),
-        (("generate", "{theirs}", "--prompt", "a"), "has no tokenizer.json"),
-        (("generate", "{run}", "--prompt", "a", "--dtype", "int8"), "--dtype must be one of"),
-        (("generate", "{theirs}"), "--prompt or --prompt-file must say what to continue"),
-        (("generate", "{run}", "--prompt", "a", "--max-tokens", "0"), "max_tokens must be at least 1; got 0"),
-        (("generate", "{run}", "--prompt", "a", "--max-tokens", "2000"), "the model is meant for at most 1,024"),
-        (("generate", "{run}", "--prompt", "a", "--temperature", "-1"), "temperature must be 0 (greedy) or above"),
-        (("generate", "{run}", "--prompt", ""), "prompt 1 is empty"),
-        (("generate", "{run}", "--prompt-file", "nowhere.txt"), "--prompt-file nowhere.txt: cannot be read"),
-        (("generate", "{run}", "--prompt", "a", "--mesh", "tensor=3"), "axis sizes must multiply to the 8 devices"),
-    ],
+    [pytest.param(*case, marks=pytest.mark.slow) if "{run}" in case[0] else case for case in MISTAKES],
 )
-def test_mistakes_are_one_message(invoke, run, tmp_path, monkeypatch, arguments, words):
+def test_mistakes_are_one_message(invoke, request, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "theirs", GQA)
     (tmp_path / "empty").mkdir()
-    places = {"theirs": tmp_path / "theirs", "empty": tmp_path / "empty", "run": run}
+    places = {"theirs": tmp_path / "theirs", "empty": tmp_path / "empty"}
+    if "{run}" in arguments:
+        places["run"] = request.getfixturevalue("run")
     result = invoke(*(a.format(**places) for a in arguments))
     one_error(result, words)
     assert arguments[0] == "convert" or result.stdout == ""

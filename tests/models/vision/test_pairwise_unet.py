@@ -276,10 +276,10 @@ def test_classes_in_another_order_give_masks_in_another_order(name):
         leaf[...] = jnp.asarray(value)
     (x, _), (y, masks) = pictures(2, 0), pictures(2, 1)
     masks = masks + (jnp.arange(16).reshape(1, 16, 1) > 12).astype(jnp.int32) * (masks == 0) * 3
-    wanted = call(model, x, y, masks)[0]
-    found = call(other, x, y, jnp.asarray(new_of_old)[masks])[0]
+    wanted = model(x, y, masks)[0]
+    found = other(x, y, jnp.asarray(new_of_old)[masks])[0]
     np.testing.assert_allclose(found, wanted[..., [0, *order]], atol=2e-4)
-    assert np.abs(np.asarray(call(model, x, y, jnp.asarray(new_of_old)[masks])[0] - wanted)).max() > 1e-3
+    assert np.abs(np.asarray(model(x, y, jnp.asarray(new_of_old)[masks])[0] - wanted)).max() > 1e-3
 
 
 @pytest.mark.default_cases("prototype", "two encoders", "early")
@@ -287,8 +287,8 @@ def test_classes_in_another_order_give_masks_in_another_order(name):
 def test_a_template_that_is_read_once_serves_all_pictures(name):
     model = built(dataclasses.replace(SMALL, **CHANGES[name]))
     (x, _), (y, masks) = pictures(3, 0), pictures(1, 1)
-    cached = nnx.jit(lambda model, x, y, masks: model.compare(x, model.read(y, masks)))(model, x, y, masks)
-    repeated = call(model, x, *(z.repeat(3, 0) for z in (y, masks)))
+    cached = model.compare(x, model.read(y, masks))
+    repeated = model(x, *(z.repeat(3, 0) for z in (y, masks)))
     for one, two in zip(cached, repeated, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-4)
 

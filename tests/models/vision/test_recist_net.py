@@ -321,12 +321,9 @@ def of_one_device():
         return trained(1, Fsdp())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    "strategy",
-    [Fsdp(form="explicit"), pytest.param(Fsdp(), marks=pytest.mark.slow), pytest.param(Ddp(), marks=pytest.mark.slow)],
-    ids=["explicit", "implicit", "ddp"],
-)
+@pytest.mark.parametrize("strategy", [Fsdp(form="explicit"), Fsdp(), Ddp()], ids=["explicit", "implicit", "ddp"])
 def test_eight_devices_learn_what_one_does(of_one_device, strategy):
     losses, learnt = trained(8, strategy)
     np.testing.assert_allclose(losses, of_one_device[0], rtol=1e-11)
