@@ -255,9 +255,9 @@ class CompressedBuckets:
         hosts = math.prod(sizes[axis] for axis in slow)
         return two_way.resized(state, hosts, math.prod(sizes.values()) // hosts)
 
-    def remembered(self, params: Arrays, state: States, gradient_norm: jax.Array) -> jax.Array:
+    def residual(self, params: Arrays, state: States, gradient_norm: jax.Array) -> jax.Array:
         del params
-        return two_way.remembered(state) / gradient_norm
+        return two_way.residual(state) / gradient_norm
 
     def remarks(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> tuple[str, ...]:
         if not self.plain.axes:

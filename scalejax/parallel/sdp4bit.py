@@ -133,7 +133,7 @@ class Sdp4Bit(blocks.ExplicitForm):
         return tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
 
     def check_specs(self, specs: Mapping[str, P], mesh: Mesh, apart: Mapping[str, tuple[str, ...]]) -> None:
-        """Refuses parameters of which devices hold different ones, and those cut over other axes.
+        """Refuses parameters of which devices hold different ones, and those cut along several dimensions of data axes.
 
         Raises:
           UserError: names one.
@@ -236,7 +236,7 @@ class Sdp4BitExchange:
         del path, sizes  # one copy for all devices
         return state
 
-    def remembered(self, params: Arrays, state: States, gradient_norm: jax.Array) -> jax.Array:
+    def residual(self, params: Arrays, state: States, gradient_norm: jax.Array) -> jax.Array:
         del gradient_norm  # an error of parameters
         masters = {path: params[path].astype(jnp.float32) for path in state}
         missed = {path: x - state[path].value.astype(jnp.float32) for path, x in masters.items()}
@@ -316,7 +316,7 @@ class Sdp4BitExchange:
         """`run(context, *arrays)` of what each device holds: groups straddle none, and kernels see all of it.
 
         Args:
-          run: Returns a tuple whose first item is laid out as the arrays, or arrays of these paths.
+          run: Returns a tuple; its first item has the paths of the first arrays, and lies along other axes as they do.
           context: Of the step.
           *more: Where the other items lie.
         """
@@ -372,14 +372,16 @@ class Sdp4BitExchange:
                 # Rows of one slow index stay together, and shards arrive where they belong.
                 x = x.reshape(_size(slow), _size(fast), -1).swapaxes(0, 1).reshape(_size(fast), -1)
                 n, first_sent = x.shape[1], _encoded(x, first, seeds, s.transform)
-                left_out.append(self._left_out(context, functools.partial(_given, x, s.transform), first_sent, first))
+                left_out.append(
+                    self._left_out(context, functools.partial(_transformed, x, s.transform), first_sent, first)
+                )
                 arrived = _exchanged(first_sent, fast)
                 seeds = self._seeds(context, axes, 2 * number + 1, second)
                 sent = _passed_on(arrived, n, first, second, seeds, _size(slow))
                 given = functools.partial(_summed_rows, arrived, n, first, _size(slow))
             else:
                 sent = _encoded(x, second, seeds, s.transform)
-                given = functools.partial(_given, x, s.transform)
+                given = functools.partial(_transformed, x, s.transform)
             left_out.append(self._left_out(context, given, sent, second))
             x = _summed(_exchanged(sent, slow), x.size // _size(axes), second, s.transform)
             x = jax.lax.psum(x, rest) if rest else x
@@ -519,14 +521,14 @@ def _float32(arrays: Arrays) -> Arrays:
     return {path: x.astype(jnp.float32) for path, x in arrays.items()}
 
 
-def _given(x: jax.Array, transform: Transform) -> jax.Array:
+def _transformed(x: jax.Array, transform: Transform) -> jax.Array:
     return group_quantize.hadamard(x) if transform == "hadamard" else x
 
 
 def _encoded(x: jax.Array, format: IntGroups | None, seed: jax.Array | None, transform: Transform) -> jax.Array:
     """float32[..., n] as it travels: bytes, or what it is."""
     if format is None:
-        return _given(x, transform)
+        return _transformed(x, transform)
     how = codec.implementation(x)
     return group_quantize.to_bytes(group_quantize.quantize(x, format, seed, transform=transform, implementation=how))
 
@@ -541,8 +543,8 @@ def _summed(arrived: jax.Array, n: int, format: IntGroups | None, transform: Tra
     if format is not None:
         groups, how = group_quantize.from_bytes(arrived, n, format), codec.implementation(arrived)
         return group_quantize.dequantize_sum(groups, format, transform=transform, implementation=how)
-    total, _ = jax.lax.scan(lambda total, row: (total + row, None), arrived[0], arrived[1:])
-    return group_quantize.hadamard(total) / group_quantize.TRANSFORM if transform == "hadamard" else total
+    total = arrivals.summed(arrived, lambda row: row, n)
+    return _transformed(total, transform) / (group_quantize.TRANSFORM if transform == "hadamard" else 1)
 
 
 def _summed_rows(arrived: jax.Array, n: int, format: IntGroups | None, rows: int) -> jax.Array:

@@ -257,14 +257,14 @@ class Program:
         return self.compressed.remarks(self.gradients(1).whole(self.model.params), self.mesh.shape)
 
     @functools.cached_property
-    def remembered(self) -> Callable[[TrainState, float], jax.Array]:
-        """jitted (state, norm of the gradient) -> `CompressedExchange.remembered`, float32[]."""
+    def residual(self) -> Callable[[TrainState, float], jax.Array]:
+        """jitted (state, norm of the gradient) -> `CompressedExchange.residual`, float32[]."""
         exchange = self.compressed
         assert exchange is not None
 
         def found(params: Params, states: States, scale: gradient_scaling.LossScale | None, norm: float) -> jax.Array:
             factor = 1.0 if scale is None else scale.scale
-            return exchange.remembered(params, states, jnp.float32(norm) * factor)
+            return exchange.residual(params, states, jnp.float32(norm) * factor)
 
         jitted = jax.jit(found, out_shardings=self.replicated)
         return lambda state, norm: jitted(state.params, state.exchange, state.loss_scale, norm)

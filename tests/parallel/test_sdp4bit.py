@@ -434,7 +434,7 @@ def test_one_device_sends_nothing_and_says_so():
 def test_what_is_remembered_is_the_distance_of_copies_over_the_norm_of_masters():
     run, params, _ = prepared(Sdp4Bit())
     state = {path: WholeCopy(jnp.asarray(x + 0.5, jnp.bfloat16)) for path, x in heavy_tailed(1).items()}
-    found = run.compressed(params).remembered(params, state, jnp.float32(3))
+    found = run.compressed(params).residual(params, state, jnp.float32(3))
     masters = {path: np.asarray(x, np.float64) for path, x in params.items()}
     missed = {path: x - np.asarray(state[path].value, np.float64) for path, x in masters.items()}
     norms = [np.sqrt(sum((x**2).sum() for x in tree.values())) for tree in (missed, masters)]

@@ -66,8 +66,8 @@ class Compression:
       compressor: Of what workers send; a user's own is anything with the methods of `Compressor`.
       owner: Of what owners send back; None = the same.
       error_feedback: "vanilla" adds what was left out to the next gradient; "corrected" times the last learning rate
-        over this one, so that it is kept in units of the update; "none" forgets it. For compressors that are right on
-        average "none" is enough. (The third kind of the released code, "sparse", is "vanilla" for `RandomKEntries`:
+        over this one, so that it is kept in units of the update; "none" forgets it. For unbiased
+        compressors "none" is enough. (The third kind of the released code, "sparse", is "vanilla" for `RandomKEntries`:
         an owner has errors at the places that travel alone, and there none.)
       momentum: Nesterov momentum on each worker before it compresses: m = momentum m + g, and g + momentum m is sent.
       double_momentum: Whether an optimizer may have momentum too.
@@ -150,16 +150,20 @@ how many the bucket has without filling: other devices cut it otherwise."""
 def initial(compression: Compression, values: int, hosts: int, local: int) -> State:
     """What a device remembers of a bucket before the first step."""
     feedback = compression.error_feedback
-    for each in (compression.compressor, compression.of_owners) if feedback != "none" else ():
+    both = (
+        ("compressor", compression.compressor),
+        ("owner" if compression.owner else "compressor", compression.of_owners),
+    )
+    for field, each in both if feedback != "none" else ():
         if isinstance(each, RandomKEntries) and each.scale == "n/k":
             raise UserError(
                 "Compression: RandomKEntries(scale='n/k') is unbiased without feedback, and makes errors grow "
-                f"with error_feedback={feedback!r}. Set compressor.scale=none, or error_feedback=none."
+                f"with error_feedback={feedback!r}. Set {field}.scale=none, or error_feedback=none."
             )
         if isinstance(each, LinearDithering | NaturalDithering) and each.scale == "l2":
             raise UserError(
                 f"Compression: {type(each).__name__}(scale='l2') is unbiased without feedback, and lets "
-                f"errors of long rows grow with error_feedback={feedback!r}. Set compressor.scale=max, or "
+                f"errors of long rows grow with error_feedback={feedback!r}. Set {field}.scale=max, or "
                 "error_feedback=none."
             )
     state: State = {}
@@ -278,7 +282,7 @@ def resized(state: Mapping[str, np.ndarray], hosts: int, local: int) -> dict[str
     return {name: x.astype(state[name].dtype) for name, x in found.items()}
 
 
-def remembered(state: Mapping[str, State]) -> jax.Array:
+def residual(state: Mapping[str, State]) -> jax.Array:
     """float32[]: the norm of all errors of workers and owners, of states [devices, ...] by bucket."""
     return global_norm([own[name] for own in state.values() for name in ("worker", "owner") if name in own])
 

@@ -286,8 +286,8 @@ class CompressedExchange(ParamExchange, Protocol):
         """{what travels: bytes that a device sends a step}; arguments as `remarks`."""
         ...
 
-    def remembered(self, params: Arrays, state: States, gradient_norm: jax.Array) -> jax.Array:
-        """float32[]: the norm of the errors that are remembered, over that of what they are errors of.
+    def residual(self, params: Arrays, state: States, gradient_norm: jax.Array) -> jax.Array:
+        """float32[]: the norm of the residuals, over that of what they are residuals of.
 
         Args:
           params: The master parameters.

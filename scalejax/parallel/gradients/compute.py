@@ -352,7 +352,7 @@ class GradientFunction:
         return scheme if isinstance(scheme, blocks.CompressedExchange) else None
 
     def whole(self, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Trained parameters as a device has them once they are gathered: cut over the axes that the loss handles."""
+        """Trained parameters as a device has them once they are gathered: whole along the data axes alone."""
         found = {}
         for path in (path for path in params if path in self.trained):
             shape = list(params[path].shape)

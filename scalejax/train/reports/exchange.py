@@ -1,24 +1,24 @@
-"""What a run says of an exchange that compresses: how much it leaves out and remembers, and whether that grows.
+"""What a run says of an exchange that compresses: its error, its residual, and whether that grows.
 
-exchange_error        the norm of what devices left out of their messages in the first step of a window, the
-                      squares of all of them added up, over the norm of the gradient that the exchange gave
-exchange_residual   at the end of a window the norm of the errors that are remembered, over the mean norm of the
-                      gradient in the window; of SDP4Bit that of master parameters minus copies, over that of the
-                      masters
+exchange_error      the norm of what devices left out of their messages in the first step of a window, the
+                    squares of all of them added up, over the norm of the gradient that the exchange gave
+exchange_residual   at the end of a window the norm of the errors that are kept for later steps, over the mean norm
+                    of the gradient in the window; of SDP4Bit that of master parameters minus copies, over that of
+                    the masters
 """
 
 from collections.abc import Sequence
 
 from scalejax.train.metrics.protocol import Value
 
-ERROR, REMEMBERED = "exchange_error", "exchange_residual"
+ERROR, RESIDUAL = "exchange_error", "exchange_residual"
 VALUES = (
     Value(name=ERROR, title="Error of the exchange", unit="what messages lack, over the norm of the gradient"),
-    Value(name=REMEMBERED, title="Remembered by the exchange", unit="norm of errors over that of what they are of"),
+    Value(name=RESIDUAL, title="Residual of the exchange", unit="norm of errors over that of what they are of"),
 )
 
 GROWING = 10
-"""Windows in a row in which what is remembered grows, before it is said."""
+"""Windows in a row in which the residual grows, before a warning."""
 
 
 def warning(windows: Sequence[tuple[int, float | None]]) -> str:
@@ -36,8 +36,8 @@ def warning(windows: Sequence[tuple[int, float | None]]) -> str:
     if row != GROWING:
         return ""
     return (
-        f"What the exchange remembers has grown for {row} windows in a row, from {begun[1]:.3g} at step {begun[0]} to "
-        f"{now:.3g} at step {step} ({REMEMBERED}). So it does at the beginning of a run; if it goes on, more is left "
+        f"The residual of the exchange has grown for {row} windows in a row, from {begun[1]:.3g} at step {begun[0]} to "
+        f"{now:.3g} at step {step} ({RESIDUAL}). So it does at the beginning of a run; if it goes on, more is left "
         "out than comes back: let more travel (a larger k, more bits), or lower the learning rate."
     )
 

@@ -8,7 +8,7 @@
     {"event": "window", "step": 25, "steps": 400, "phase": "", "loss": 0.46, "examples_per_s": 8100.0, "eta_s": 12.5,
      "learning_rate": 1e-3, "rate": 8100.0, "unit": "examples", "logloss": 0.47, ...}
     {"event": "evaluation", "step": 100, "split": "validation", "logloss": 0.45, ...}
-    {"event": "warning", "step": 100, "text": "What the exchange remembers has grown ..."}
+    {"event": "warning", "step": 100, "text": "The residual of the exchange has grown ..."}
     {"event": "done", "run_folder": "runs/wukong-001", "test_auc": 0.71, ...}
 
 A resumed run starts at its step. `loss` is that of the step, metrics are those of the window; `rate` counts what the

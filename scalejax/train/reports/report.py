@@ -223,8 +223,8 @@ def _results(run: RunFiles) -> Iterator[str]:
 
 
 def _warnings(run: RunFiles) -> list[str]:
-    remembered = [(r["step"], r.get(exchange.REMEMBERED)) for r in run.windows]
-    return [page.paragraph(f"Warning: {text}") for text in exchange.warnings(remembered)]
+    residuals = [(r["step"], r.get(exchange.RESIDUAL)) for r in run.windows]
+    return [page.paragraph(f"Warning: {text}") for text in exchange.warnings(residuals)]
 
 
 def _curves(run: RunFiles) -> Iterator[str]:

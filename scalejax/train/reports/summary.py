@@ -227,7 +227,7 @@ def speed(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         ("peak device memory", size(get("peak_device_bytes"))),
         ("peak RSS", size(get("peak_rss_bytes"))),
         ("error of the exchange", _decimals(get(exchange.ERROR))),
-        ("remembered by the exchange", _decimals(get(exchange.REMEMBERED))),
+        ("residual of the exchange", _decimals(get(exchange.RESIDUAL))),
     ]
     return [(name, text) for name, text in rows if text is not None]
 

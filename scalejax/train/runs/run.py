@@ -61,7 +61,7 @@ class Run:
         self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
         self.best = binding.best_value(self.experiment, tuple(program.metrics.values()))
         self.remarks: tuple[str, ...] = ()
-        self._remembered: list[tuple[int, float]] = []
+        self._residuals: list[tuple[int, float]] = []
         self._last_exchanged: dict[str, float] = {}
         self.tables: EmbeddingCollection | Tiers | None = program.collection
         if program.collection is not None and self.experiment.tables.tiers:
@@ -472,13 +472,13 @@ class Run:
         return state, host, self._shown(values, timing, rate)
 
     def _exchanged(self, state: TrainState, step: int, error: float, norm: float) -> dict[str, float]:
-        """What a window says of an exchange that compresses; warns where what it remembers grows and grows."""
+        """What a window says of an exchange that compresses; warns where its residual grows and grows."""
         values = {exchange.ERROR: error}
         if jax.tree.leaves(state.exchange):
             with self.records.timer.phase("blocked"):
-                values[exchange.REMEMBERED] = float(self.program.remembered(state, norm))
-            self._remembered = [*self._remembered[-exchange.GROWING - 1 :], (step, values[exchange.REMEMBERED])]
-            if text := exchange.warning(self._remembered):
+                values[exchange.RESIDUAL] = float(self.program.residual(state, norm))
+            self._residuals = [*self._residuals[-exchange.GROWING - 1 :], (step, values[exchange.RESIDUAL])]
+            if text := exchange.warning(self._residuals):
                 self.records.progress.warning(step, text)
         self._last_exchanged = values
         return values

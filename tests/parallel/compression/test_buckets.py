@@ -107,7 +107,7 @@ def test_what_is_remembered_follows_the_factor_of_the_loss_and_its_length_does_n
     halved = run.rescaled(params, state, jnp.float32(0.5))["bucket 0"]
     assert float(halved["worker"].max()) == float(halved["owner"].max()) == 0.5
     np.testing.assert_array_equal(halved["values"], state["bucket 0"]["values"])
-    root = run.compressed(params).remembered(params, state, jnp.float32(2))
+    root = run.compressed(params).residual(params, state, jnp.float32(2))
     assert float(root) == pytest.approx(np.sqrt(8 * 2 * 4 + 8 * 4) / 2)
 
 

@@ -340,7 +340,7 @@ def forgotten_key():
         (lambda: Compression(momentum=1.0), r"momentum must be in \[0, 1\); got 1.0"),
         (lambda: Devices(Compression(compressor=TopKEntries(k=500))).reduce(gradients(0)), "500"),
         (lambda: Devices(Compression(compressor=RandomKEntries())), "compressor.scale=none, or error_feedback=none"),
-        (lambda: Devices(Compression(owner=RandomKEntries())), "compressor.scale=none, or error_feedback=none"),
+        (lambda: Devices(Compression(owner=RandomKEntries())), "owner.scale=none, or error_feedback=none"),
         (lambda: Devices(Compression(compressor=LinearDithering(scale="l2"))), "errors of long rows grow"),
         (lambda: forgotten_key(), "random-k, k=.* draws and needs a key"),
         (lambda: Compression(compressor=OneBit), r"compressor must be a compressor, such as OneBit\(\).*it is a class"),

@@ -32,13 +32,13 @@ def test_a_value_that_falls_stays_or_lacks_ends_a_row():
 def test_a_report_has_the_warning_the_curves_and_the_last_values(tmp_path):
     with EventWriter(tmp_path) as events:
         for step, value in windows(*GROWS):
-            events.window(step, {"loss": 1.0, exchange.ERROR: 0.2, exchange.REMEMBERED: value})
-    closing = {"recipe": "llama", exchange.ERROR: 0.2, exchange.REMEMBERED: GROWS[-1]}
+            events.window(step, {"loss": 1.0, exchange.ERROR: 0.2, exchange.RESIDUAL: value})
+    closing = {"recipe": "llama", exchange.ERROR: 0.2, exchange.RESIDUAL: GROWS[-1]}
     (tmp_path / "summary.json").write_text(json.dumps(closing))
     html = report.render(report.read_run(tmp_path))
-    for shown in ("Warning: What the exchange remembers has grown", "Error of the exchange", "Remembered by the"):
+    for shown in ("Warning: The residual of the exchange has grown", "Error of the exchange", "Residual of the"):
         assert shown in html
-    assert dict(summary.speed(closing)) == {"error of the exchange": "0.2", "remembered by the exchange": "1.1"}
+    assert dict(summary.speed(closing)) == {"error of the exchange": "0.2", "residual of the exchange": "1.1"}
 
 
 def test_a_warning_is_a_line_and_an_event():

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import types
 
 import jax
 import killed_run
@@ -124,6 +125,17 @@ def test_float16_gets_gradients_of_the_mean_with_feedback_and_without(texts, tmp
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
+def test_rates_of_corrected_errors_are_those_of_steps_that_were_taken(texts):
+    schedule = optim.WarmupCosine(peak=1.0, warmup=0.5, final=0.1)
+    experiment = experiment_of(texts, ddp(OneBit()), optimizer=optim.Sgd(learning_rate=schedule))
+    program, rates = bound(experiment).program, schedule.build(experiment.steps)
+    for step, skipped in ((3, 0), (5, 2), (7, 1)):
+        scaling = types.SimpleNamespace(skipped=skipped) if skipped else None
+        state = types.SimpleNamespace(step=jax.numpy.int32(step), loss_scale=scaling)
+        taken = step - skipped
+        assert float(program._rate_ratio(state)) == pytest.approx(float(rates(taken - 1) / rates(taken)), rel=1e-6)
+
+
 def test_clan_with_the_identity_is_lans(texts, tmp_path):
     """Three steps: the same losses and parameters, where gradients are added up in the order of devices both times."""
     plain, clan = (
@@ -152,7 +164,7 @@ def test_what_grows_and_grows_is_said_while_training_and_in_the_report(texts, tm
     remembered = [window["exchange_residual"] for window in windows(tmp_path)]
     assert remembered[0] < remembered[1] < remembered[2] < remembered[3]
     assert closing["exchange_residual"] == remembered[-1]
-    assert said.getvalue().count("Warning: What the exchange remembers has grown for 3 windows in a row") == 1
+    assert said.getvalue().count("Warning: The residual of the exchange has grown for 3 windows in a row") == 1
     assert "Ddp: each device sends at least" in said.getvalue()
     assert "has grown for 3 windows in a row" in (tmp_path / "report.html").read_text()
 
