@@ -128,7 +128,7 @@ def jax_runs(task: Task, host: int) -> tuple[slow_links.Runs, Any]:
     from jax.sharding import PartitionSpec as P
 
     from scalejax.parallel.compression.compressors import Blocks, Fp16, OneBit, TopKEntries
-    from scalejax.parallel.compression.two_way import Compression, compress_gradients
+    from scalejax.parallel.compression.two_way import compress_gradients
     from scalejax.parallel.gradients.blocks import StepContext
     from scalejax.parallel.gradients.compute import Loss, LossInputs, gradients
     from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -146,7 +146,7 @@ def jax_runs(task: Task, host: int) -> tuple[slow_links.Runs, Any]:
     key = jax.random.key(0)
 
     def two_way(compressor: Any) -> Any:
-        reduction = compress_gradients(Compression(compressor=compressor), axes=(axis,))
+        reduction = compress_gradients(compressor, axes=(axis,))
         shapes = jax.eval_shape(lambda: reduction.init({"w": own}, hosts=task.hosts))
         state = {
             name: jax.make_array_from_callback(

@@ -15,7 +15,7 @@ parts, and those of owners cut anew.
 
 In a training loop of one's own, inside a shard_map over `data`:
 
-    reduction = compress_gradients(Compression(compressor=OneBit()), axes=("data",))
+    reduction = compress_gradients(OneBit(), error_feedback="vanilla", axes=("data",))
     state = reduction.init(params, hosts=8)                        # outside; [8, ...], sharded over `data`
     gradients, state = reduction.update(gradients, state, key)     # inside; the mean over `data`
 
@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 _METHODS = ("traits", "check", "payload_bytes", "encode", "decode")
 KnownCompressor = Identity | Fp16 | OneBit | TopKEntries | RandomKEntries | LinearDithering | NaturalDithering | Blocks
+ErrorFeedback = Literal["vanilla", "corrected", "none"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,14 +78,14 @@ class Compression:
 
     compressor: KnownCompressor = OneBit()
     owner: KnownCompressor | None = None
-    error_feedback: Literal["vanilla", "corrected", "none"] = "vanilla"
+    error_feedback: ErrorFeedback = "vanilla"
     momentum: float = 0.0
     double_momentum: Literal["refuse", "allow"] = "refuse"
     plain_below: int = 65_536
     bucket_bytes: int = 4_096_000
 
     def __post_init__(self) -> None:
-        check_one_of("Compression: error_feedback", self.error_feedback, ("vanilla", "corrected", "none"))
+        check_one_of("Compression: error_feedback", self.error_feedback, get_args(ErrorFeedback))
         check_one_of("Compression: double_momentum", self.double_momentum, ("refuse", "allow"))
         check_at_least("Compression: plain_below", self.plain_below, 0)
         check_at_least("Compression: bucket_bytes", self.bucket_bytes, 1)
@@ -439,13 +440,23 @@ class GradientReduction:
 
 
 def compress_gradients(
-    compression: Compression, *, axes: tuple[str, ...], fast: tuple[str, ...] = ()
+    compressor: KnownCompressor,
+    *,
+    owner: KnownCompressor | None = None,
+    error_feedback: ErrorFeedback = "vanilla",
+    momentum: float = 0.0,
+    axes: tuple[str, ...],
+    fast: tuple[str, ...] = (),
 ) -> GradientReduction:
-    """A compressed mean of gradients for a shard_map of one's own.
+    """A compressed mean of gradients for a shard_map of one's own. All gradients are one bucket.
 
     Args:
-      compression: How; `plain_below` and `bucket_bytes` are not looked at: all gradients are one bucket.
+      compressor, owner, error_feedback, momentum: As in `Compression`.
       axes: Over which gradients are compressed.
       fast: Over which they are summed as they are, before.
+
+    Raises:
+      UserError: as `Compression`.
     """
+    compression = Compression(compressor=compressor, owner=owner, error_feedback=error_feedback, momentum=momentum)
     return GradientReduction(compression=compression, slow=axes, fast=fast)

@@ -326,9 +326,28 @@ def test_the_loop_of_the_documents_finds_the_parameters():
     np.testing.assert_allclose(names["params"]["w"], names["true"], atol=1e-2)
 
 
+def test_the_mean_of_ones_own_loop_has_the_momentum_and_the_owners_that_were_asked_for():
+    """Workers send all they have, owners two of three values of each of their chunks, with nothing remembered."""
+    reduction = compress_gradients(
+        Identity(), owner=TopKEntries(k=2), error_feedback="none", momentum=0.5, axes=("data",)
+    )
+    params = {"b": jnp.zeros(4), "w": jnp.zeros((4, 5))}
+    state = {name: x[:, None] for name, x in reduction.init(params, hosts=8).items()}
+    step = jax.jit(jax.vmap(reduction.update, axis_name="data"))
+    moment = np.zeros(24)
+    for seed in range(3):
+        given = gradients(seed, 24)
+        found, state = step({"b": given[:, :4], "w": given[:, 4:].reshape(8, 4, 5)}, state)
+        moment = 0.5 * moment + given.mean(0)
+        wanted = (given.mean(0) + 0.5 * moment).reshape(8, 3)
+        wanted = np.where(np.abs(wanted) > np.abs(wanted).min(axis=1, keepdims=True), wanted, 0).ravel()
+        assert {path: x.shape for path, x in found.items()} == {"b": (8, 4), "w": (8, 4, 5)}
+        got = np.concatenate([np.asarray(x).reshape(8, -1) for x in found.values()], axis=1)
+        np.testing.assert_allclose(got, np.tile(wanted, (8, 1)), atol=1e-5)
+
+
 def forgotten_key():
-    how = Compression(compressor=RandomKEntries(scale="none"), error_feedback="corrected")
-    reduction = compress_gradients(how, axes=("data",))
+    reduction = compress_gradients(RandomKEntries(scale="none"), error_feedback="corrected", axes=("data",))
     state = jax.tree.map(lambda x: x[:1], reduction.init({"w": jnp.zeros(32)}, hosts=8))
     reduction.update({"w": jnp.zeros(32)}, state, rate_ratio=1.0)
 
@@ -345,6 +364,7 @@ def forgotten_key():
         (lambda: forgotten_key(), "random-k, k=.* draws and needs a key"),
         (lambda: Compression(compressor=OneBit), r"compressor must be a compressor, such as OneBit\(\).*it is a class"),
         (lambda: Compression(owner="onebit"), "owner must be a compressor.*got 'onebit': it has no traits, check"),
+        (lambda: compress_gradients(Compression(), axes=("data",)), "compressor must be a compressor.*has no traits"),
         (lambda: two_way.flat({"w": np.zeros(3)}), "'w' is float64"),
     ],
 )
