@@ -16,7 +16,7 @@ Two forms, see `Fsdp.form`: the compiler places the collectives, or `parallel.gr
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import jax
@@ -153,6 +153,7 @@ def place(
     *,
     mesh: Mesh | AbstractMesh,
     rules: Rules | None = None,
+    frozen: Collection[str] = (),
 ) -> tuple[ParameterPlacement, ...]:
     """Where each master parameter lies.
 
@@ -168,6 +169,7 @@ def place(
       strategy: The strategy.
       mesh: The devices.
       rules: Logical axis -> mesh axes; None = no axes but those of the strategy.
+      frozen: Paths of those that are not trained. `Sdp4Bit`, which gathers nothing for a step, keeps them whole.
 
     Returns:
       One placement a parameter, with the reason where it stays whole on the data axes.
@@ -195,6 +197,8 @@ def place(
         ]
         if over and elements < strategy.replicate_below:
             reason = _join(reason, f"{elements} elements are fewer than replicate_below={strategy.replicate_below}")
+        elif over and name in frozen and isinstance(strategy, Sdp4Bit):
+            reason = _join(reason, "it is not trained, and Sdp4Bit computes with whole parameters")
         elif over and not free:
             stated = "x".join(f"{axis}={mesh.shape[axis]}" for axis in over)
             reason = _join(reason, f"no free dimension of {shape} divides by {stated}")

@@ -210,7 +210,8 @@ class Program:
         rules = self.experiment.placement.rules
         if self.towers is not None:
             rules = dataclasses.replace(rules, axes=(*rules.axes, ("towers", ("replica",))))
-        placed = fsdp.place(described, self.experiment.strategy, mesh=self.mesh, rules=rules)
+        frozen = self.model.params.keys() - self.trained
+        placed = fsdp.place(described, self.experiment.strategy, mesh=self.mesh, rules=rules, frozen=frozen)
         apart = self.task.apart
         if apart and self.experiment.strategy.form == "implicit":
             raise UserError(

@@ -190,11 +190,13 @@ def test_one_device_and_one_host_are_plain_and_say_so(texts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trainable", [".*", "layers/.*"], ids=["all", "frozen"])
 @pytest.mark.parametrize("strategy", [ddp(OneBit()), Sdp4Bit()], ids=["onebit", "sdp4bit"])
-def test_bytes_that_a_run_states_are_those_of_its_compiled_step(texts, strategy):
-    """But for what is not gradients: the loss and the norm, a few numbers."""
-    adam = optim.AdamW()  # without norms of tensors
-    program = bound(experiment_of(texts, strategy, placement__mesh=MeshShape(replica=2), optimizer=adam)).program
+def test_bytes_that_a_run_states_are_those_of_its_compiled_step(texts, strategy, trainable):
+    """But for what is not gradients: the loss and the norm, a few numbers. Frozen parameters do not travel."""
+    settings = {"optimizer": optim.AdamW(), "trainable": trainable}  # without norms of tensors
+    program = bound(experiment_of(texts, strategy, placement__mesh=MeshShape(replica=2), **settings)).program
+    assert 0 < len(program.trained) < len(program.model.params) or trainable == ".*"
     step, arguments = program.repeated_step()
     compiled = step.trace(*arguments).lower().compile()
     found = collectives.sent(explain_sharding(compiled, program.mesh), program.mesh.shape)
