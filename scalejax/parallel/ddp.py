@@ -193,6 +193,8 @@ class CompressedBuckets:
                 f"{SLOW_AXIS!r}, and the mesh has one. Set --set strategy.compression.momentum=0 and give the "
                 f"optimizer momentum, or --set placement.mesh.{SLOW_AXIS}=N."
             )
+        if not slow and state:
+            gradients, state = self._settled(gradients, state, context)
         large = self._buckets(gradients) if slow else ()
         travelling = {path for bucket in large for path in bucket}
         reduced, _ = self.plain.reduce({path: g for path, g in gradients.items() if path not in travelling}, {}, None)
@@ -219,6 +221,15 @@ class CompressedBuckets:
             {**state, **{name: x for name, x in new.items() if x}},
             left_out,
         )
+
+    def _settled(self, gradients: Arrays, state: States, context: StepContext | None) -> tuple[Arrays, States]:
+        """Gradients of one host with the residuals that several left to it, which are 0 from then on."""
+        finite = two_way.finite_everywhere(gradients.values(), self.plain.axes)
+        for number, bucket in enumerate(self._buckets(gradients)):
+            name, own = _BUCKET.format(number), {path: gradients[path] for path in bucket}
+            own, left = two_way.settled(self.compression, own, state[name], self.plain.axes, context, finite)
+            gradients, state = gradients | own, state | {name: left}
+        return gradients, state
 
     def init(self, shards: Arrays) -> States:
         slow, fast = self._axes()

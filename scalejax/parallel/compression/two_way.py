@@ -246,6 +246,40 @@ def reduced(
     return jnp.where(finite, whole[:n], jnp.nan), new, left_out
 
 
+def settled(
+    compression: Compression,
+    gradients: Arrays,
+    state: State,
+    axes: tuple[str, ...],
+    context: StepContext | None,
+    finite: jax.Array,
+) -> tuple[Arrays, State]:
+    """Gradients of a device of a single host, with its residuals, and its state without them.
+
+    Nothing is compressed there, so that what several hosts have left, as `resized` cuts it, is applied at once. A
+    device adds what it holds to its own gradients, before these are summed.
+
+    Args:
+      compression: How gradients travelled.
+      gradients: Of the bucket.
+      state: float32 "worker"[1, size] and "owner"[size].
+      axes: Of the devices of the host.
+      context: Of the step.
+      finite: bool[], of `finite_everywhere`; residuals stay where it is False.
+    """
+    own = _correction(compression, context) * (state["worker"][0] + state["owner"])
+    place = (jax.lax.axis_index(axes) if axes else 0) * own.size
+
+    def add() -> Arrays:
+        whole = jax.lax.dynamic_update_slice(jnp.zeros(_size(axes) * own.size, own.dtype), own, (place,))
+        parts = apart(whole[: sum(g.size for g in gradients.values())], gradients)
+        return {path: g + parts[path].astype(g.dtype) for path, g in gradients.items()}
+
+    gradients = jax.lax.cond(own.any(), add, lambda: gradients)
+    left = {name: jnp.where(finite, 0, state[name]) for name in ("worker", "owner")}
+    return gradients, {**state, **left}
+
+
 def finite_everywhere(gradients: Iterable[jax.Array], axes: tuple[str, ...]) -> jax.Array:
     """bool[]: whether all gradients of all devices of the axes are finite."""
     own = jnp.stack([jnp.isfinite(g).all() for g in gradients]).all()

@@ -95,6 +95,41 @@ def test_a_gradient_that_is_not_finite_leaves_all_that_is_remembered_on_every_de
         jax.tree.map(np.testing.assert_array_equal, after.exchange, before)
 
 
+@pytest.mark.parametrize("devices", [8, 1])
+def test_residuals_of_several_hosts_are_applied_by_one(devices):
+    """In its first step, all at once: of whole numbers nothing is missing. Then gradients are what they are."""
+    compression = buckets(TopKEntries(k=0.05))
+    run, params, given = prepared(compression, HOSTS)
+    given = {path: np.rint(20 * x) for path, x in given.items()}
+    step, state = compiled(run, params, given)
+    exact, applied = ({path: np.zeros(shape) for path, shape in SHAPES.items()} for _ in range(2))
+    for _ in range(3):
+        found = step(params, jax.device_put(given, meshes.batch_sharding(run.mesh)), state)
+        state = found.exchange
+        exact = {path: x + given[path].sum(0) for path, x in exact.items()}
+        applied = {path: x + np.asarray(found.params[path]) for path, x in applied.items()}
+    assert np.abs(exact["a"] - applied["a"]).max() > 20
+
+    mesh = meshes.make_mesh(MeshShape(fsdp=devices), jax.devices()[:devices])
+    alone = gradients(dot, run.strategy, mesh=mesh, specs=dict.fromkeys(SHAPES, P()))
+    state = {
+        name: alone.compressed(params).resized(name, jax.tree.map(np.asarray, own), {"replica": 1, "fsdp": devices})
+        for name, own in state.items()
+    }
+    one = jax.jit(lambda given, state: alone(params, given, exchange=state, context=StepContext(0, jax.random.key(0))))
+    rows = {path: x if devices == 8 else x.sum(0, keepdims=True) for path, x in given.items()}
+    spoilt = {path: np.where(np.arange(x.shape[-1]) == 3, np.inf, x) for path, x in rows.items()}
+    kept = one(spoilt, state).exchange
+    jax.tree.map(np.testing.assert_array_equal, kept, state)
+    for _ in range(2):
+        found = one(rows, state)
+        state = found.exchange
+        exact = {path: x + given[path].sum(0) for path, x in exact.items()}
+        applied = {path: x + np.asarray(found.params[path]) for path, x in applied.items()}
+        jax.tree.map(np.testing.assert_array_equal, applied, exact)
+        assert not any(np.asarray(own[name]).any() for own in state.values() for name in ("worker", "owner"))
+
+
 def test_momentum_is_not_dropped_in_silence_on_one_host():
     run, params, given = prepared(buckets(OneBit(), momentum=0.9), MeshShape(fsdp=8))
     with pytest.raises(UserError, match=r"momentum=0\.9 is part of what travels.*the mesh has one"):

@@ -1,7 +1,9 @@
 """Whole runs whose gradients travel compressed: killed and resumed, on other devices, beside plain ones; CLAN."""
 
+import dataclasses
 import functools
 import io
+import shutil
 import types
 
 import jax
@@ -104,6 +106,22 @@ def test_a_run_goes_on_on_other_devices_with_the_same_sum_of_errors(texts, whole
         for name, total in remembered(there, hosts).items():
             np.testing.assert_allclose(total, here[name], atol=1e-6)
             assert np.abs(total).max() > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_on_one_host_applies_what_was_left(texts, whole, tmp_path):
+    strategy = ddp(TopKEntries(k=0.05))
+    shutil.copytree(whole(strategy)[0], tmp_path, dirs_exist_ok=True)
+    assert all(
+        np.abs(total).max() > 0 for total in remembered(restored(experiment_of(texts, strategy), tmp_path), 4).values()
+    )
+    here = experiment_of(texts, strategy, placement__mesh=MeshShape(), steps=9)
+    before = restored(dataclasses.replace(here, steps=8), tmp_path)["params"]
+    assert loop.train(here, workdir=tmp_path, resume="must")["exchange_residual"] == 0
+    after = restored(here, tmp_path)
+    assert all(not np.any(total) for total in remembered(after, 1).values())
+    # A step of LANS is 1e-2 of a parameter's length: the rest is no shock.
+    assert all(np.abs(after["params"][path] - x).max() < 0.1 for path, x in before.items())
 
 
 @pytest.mark.slow
