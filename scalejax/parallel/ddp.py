@@ -199,7 +199,7 @@ class CompressedBuckets:
         travelling = {path for bucket in large for path in bucket}
         reduced, _ = self.plain.reduce({path: g for path, g in gradients.items() if path not in travelling}, {}, None)
         new: States = {}
-        # Nothing is remembered of a step with a gradient that is not finite, whichever that is.
+        # Residuals stay where any gradient of the step is not finite, whichever that is.
         finite = two_way.finite_everywhere(gradients.values(), self.plain.axes) if large else None
         left_out = None if context is None or context.measure is None else jnp.float32(0)
         for number, bucket in enumerate(large):
@@ -302,7 +302,7 @@ class CompressedBuckets:
         return _slow_and_fast(self.plain.axes)
 
     def _buckets(self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> tuple[tuple[str, ...], ...]:
-        """By path, so that what is remembered does not hang on the order in which a model fetches its parameters."""
+        """By path, so that residuals do not depend on the order in which a model fetches its parameters."""
         large = {
             path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.float32)
             for path in sorted(arrays)

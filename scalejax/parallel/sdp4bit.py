@@ -4,15 +4,15 @@ Master parameters and the optimizer are sharded over all data axes; every device
 the model computes. Once a step,
 
     gradients   a reduce-scatter in two hops: 8 bits within an index of `replica`, 4 bits between (`gradients`)
-    weights     the owner of a shard sends what its master has more than the copy, in 4 bits, and every device, itself
-                too, adds what arrives to its copy (`weights`)
+    weights     an all-gather in 4 bits: the owner of a shard quantizes master minus copy, and every device, the owner
+                too, adds the dequantized difference to its copy (`weights`)
 
-The copy is a residual in disguise: what rounding left out of a difference is in the next one. Gradients are rounded by
-chance, after a Hadamard transform that spreads outliers over 32 values; the transform is linear, so that one before the
-first hop and one after the second are enough.
+This is error feedback in disguise: the rounding error of a difference is part of the next one. Gradients are rounded
+stochastically, after a Hadamard transform that spreads outliers over 32 values; the transform is linear, so that one
+before the first hop and one after the second are enough.
 
-Gradients and weights are laid end to end in buckets, so that groups do not depend on the shapes of parameters. Buckets
-are independent of each other: the first hop of one can travel with the second hop of another.
+Gradients and weights are concatenated into buckets, so that groups do not depend on the shapes of parameters. Buckets
+are independent of each other: the first hop of one can overlap the second hop of another.
 """
 
 import dataclasses
@@ -58,9 +58,9 @@ class Sdp4Bit(blocks.ExplicitForm):
         the axes within an index of `replica` and one over `replica` ("two_level").
       transform: Of gradients before they are quantized.
       weight_bits, weight_group: Of weights; groups share a scale.
-      fast_bits, fast_group: Of the hop within an index of `replica`; 32 bits = float32 as it is.
+      fast_bits, fast_group: Of the hop within an index of `replica`; 32 bits = float32, not quantized.
       slow_bits, slow_group: Of the hop between indices of `replica`, and of "one_level".
-      weight_rounding: "stochastic", as in the released code, or to nearest; gradients are always rounded by chance.
+      weight_rounding: "stochastic", as in the released code, or "nearest"; gradients are always rounded stochastically.
       gradients_from_step: Gradients travel in their dtype before this step.
       bucket_bytes: Most bytes of float32 that travel together.
       param_dtype: Of the copy, with which the model computes; None = that of the master parameters.
@@ -109,12 +109,12 @@ class Sdp4Bit(blocks.ExplicitForm):
 
     @property
     def accumulate(self) -> Literal["local"]:
-        """Sums of all parts travel, once a step: rounding each part would add as much noise for each."""
+        """Gradients of all parts are reduced once a step: quantizing each part would add its noise each time."""
         return "local"
 
     @property
     def remembers(self) -> str:
-        """What the state of the exchange is of; a run goes on with no other. Gradients leave nothing behind."""
+        """What the state of the exchange depends on; a run resumes with no other. Gradients have no residuals."""
         how = "" if self.weights == "plain" else f" of {self.weight_bits} bits in groups of {self.weight_group}"
         return f"Sdp4Bit weights={self.weights}{how}"
 
@@ -166,8 +166,8 @@ class Sdp4BitExchange:
     """The exchange of `Sdp4Bit`; see there.
 
     Attributes:
-      strategy: What travels how.
-      plain: How what is not quantized travels, and where parameters lie.
+      strategy: The formats.
+      plain: The exchange of what is not quantized, and the layout of parameters.
     """
 
     strategy: Sdp4Bit
@@ -209,7 +209,7 @@ class Sdp4BitExchange:
         for path, x in shards.items():
             if x.dtype == jnp.float64 and (self.strategy.weights, self.strategy.gradients) != ("plain", "plain"):
                 raise UserError(
-                    f"Sdp4Bit: what is quantized is float32, and {path!r} is float64. Set --set "
+                    f"Sdp4Bit quantizes float32, and {path!r} is float64. Set --set "
                     "precision.params=float32, or weights=plain and gradients=plain."
                 )
         return {path: WholeCopy(x) for path, x in self.plain.gather(shards, {})[0].items()}
@@ -221,7 +221,7 @@ class Sdp4BitExchange:
         for (axes, _), paths in cut.items():
             update = self._on_each(functools.partial(self._updated, axes), context)
             copies |= update({path: shards[path] for path in paths}, {path: state[path].value for path in paths})[0]
-        # What is not finite arrives as NaN on all devices alike, and all of them keep what they had.
+        # A master that is not finite makes its group NaN on all devices alike, and all of them keep their copies.
         finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x).all() for x in copies.values()))
         return {path: WholeCopy(jnp.where(finite, copies[path], state[path].value)) for path in state}
 
@@ -263,7 +263,7 @@ class Sdp4BitExchange:
         return {"gradients": gradients, "weights": weights}
 
     def _sent_gradients(self, axes: tuple[str, ...], values: int, sizes: Mapping[str, int]) -> tuple[SentBytes, int]:
-        """Bytes for a bucket of so many values a shard, and values of a shard with what fills groups up."""
+        """Bytes for a bucket of so many values a shard, and values of a shard with padding."""
         s, (hosts, local) = self.strategy, links.levels(axes, sizes)
         if s.gradients == "plain":
             return links.sent("reduce-scatter", 4 * values * hosts * local, hosts, local), values
@@ -301,8 +301,8 @@ class Sdp4BitExchange:
     def _by_axes(self, paths: Iterable[str]) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]]:
         """Those that are sharded, by the data axes over which they are, and by others.
 
-        Devices along the others hold the same of what is not cut over them, and would round it otherwise beside what
-        is.
+        Devices along the others hold the same values of a parameter that is not cut over them; in a bucket with others
+        that are, they would round it differently.
         """
         found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
         for path in paths:
@@ -334,7 +334,7 @@ class Sdp4BitExchange:
             return found
 
         def call(*trees: Arrays) -> Any:
-            # Devices along the automatic axes draw alike, for different values.
+            # Devices along the automatic axes share random bits, for different values.
             return jax.shard_map(
                 run,
                 in_specs=(P(), *(specs(tree) for tree in trees)),
@@ -348,7 +348,7 @@ class Sdp4BitExchange:
     def _reduced(
         self, axes: tuple[str, ...], others: tuple[str, ...], context: StepContext | None, gradients: Arrays
     ) -> tuple[Arrays, jax.Array | None]:
-        """Shards of the sums over devices, and the squares of what rounding left out, if this is measured.
+        """Shards of the sums over devices, and the squared rounding errors, if these are measured.
 
         Args:
           axes: Over which gradients are summed and cut.
@@ -392,7 +392,7 @@ class Sdp4BitExchange:
     def _left_out(
         self, context: StepContext | None, given: Callable[[], jax.Array], sent: jax.Array, format: IntGroups | None
     ) -> jax.Array | None:
-        """float32[]: the squares of what rounding left out, in units of gradients; None = not measured."""
+        """float32[]: the squared rounding errors, in units of gradients; None = not measured."""
         if context is None or context.measure is None:
             return None
         if format is None:
@@ -445,11 +445,11 @@ class Sdp4BitExchange:
     def _seeds(
         self, context: StepContext | None, axes: tuple[str, ...], number: int, format: IntGroups | None
     ) -> jax.Array | None:
-        """uint32[2] of this device; None where nothing is drawn."""
+        """uint32[2] of this device; None for values that are not quantized."""
         if format is None:
             return None
         if context is None:
-            raise _no_context("rounding by chance")
+            raise _no_context("stochastic rounding")
         key = jax.random.fold_in(jax.random.fold_in(context.key, np.uint32(number % 2**32)), jax.lax.axis_index(axes))
         return jax.random.bits(key, (2,), jnp.uint32)
 
@@ -461,7 +461,7 @@ class Sdp4BitExchange:
 
 @dataclasses.dataclass(frozen=True)
 class _Flat:
-    """Parameters laid end to end, shard by shard.
+    """Parameters concatenated, shard by shard.
 
     Attributes:
       shapes: Of the whole parameters.
@@ -526,7 +526,7 @@ def _transformed(x: jax.Array, transform: Transform) -> jax.Array:
 
 
 def _encoded(x: jax.Array, format: IntGroups | None, seed: jax.Array | None, transform: Transform) -> jax.Array:
-    """float32[..., n] as it travels: bytes, or what it is."""
+    """float32[..., n] -> its bytes on the wire, or itself where it is not quantized."""
     if format is None:
         return _transformed(x, transform)
     how = codec.implementation(x)
@@ -534,12 +534,12 @@ def _encoded(x: jax.Array, format: IntGroups | None, seed: jax.Array | None, tra
 
 
 def _exchanged(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """[devices, ...], a row for each device of the axes -> what all of them had for this one."""
+    """All-to-all: [devices, ...], a row for each device of the axes -> the rows of all of them for this one."""
     return jax.lax.all_to_all(rows, axes, 0, 0, tiled=True)
 
 
 def _summed(arrived: jax.Array, n: int, format: IntGroups | None, transform: Transform) -> jax.Array:
-    """[devices, ...], n values each -> float32[n]. One after the other: the order is that of devices."""
+    """[devices, ...], n values each -> float32[n], summed in the order of devices."""
     if format is not None:
         groups, how = group_quantize.from_bytes(arrived, n, format), codec.implementation(arrived)
         return group_quantize.dequantize_sum(groups, format, transform=transform, implementation=how)
@@ -554,7 +554,7 @@ def _summed_rows(arrived: jax.Array, n: int, format: IntGroups | None, rows: int
 def _passed_on(
     arrived: jax.Array, n: int, format: IntGroups | None, to: IntGroups | None, seed: jax.Array | None, rows: int
 ) -> jax.Array:
-    """[devices, ...], n values each -> their sum as it travels on, cut into rows."""
+    """[devices, ...], n values each -> their sum on the wire of the second hop, cut into rows."""
     if format is None or to is None:
         return _encoded(_summed_rows(arrived, n, format, rows), to, seed, "none")
     groups = group_quantize.from_bytes(arrived, n, format)
@@ -573,7 +573,7 @@ def _size(axes: tuple[str, ...]) -> int:
 
 
 def _filled(x: jax.Array, multiple: int) -> jax.Array:
-    """Zeros behind the last axis, up to a multiple."""
+    """The last axis padded with zeros to a multiple."""
     missing = -x.shape[-1] % multiple
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 

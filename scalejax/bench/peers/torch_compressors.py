@@ -13,7 +13,7 @@ class RoundTrip:
 
     Args:
       numbers: float32[rows, n].
-      kind: "int4:128" rounded by chance, "onebit" or "topk".
+      kind: "int4:128" rounded stochastically, "onebit" or "topk".
       k: Share of a row that "topk" keeps.
       compiled: Whether through torch.compile.
       threads: CPU threads.

@@ -1,4 +1,4 @@
-"""What arrives from several devices: its sum, and all of it."""
+"""Sums and all-gathers of messages from several devices, in their order."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,9 +12,9 @@ Rows = TypeVar("Rows")
 
 
 def summed(arrived: Rows, decode: Callable[[Rows], jax.Array], n: int) -> jax.Array:
-    """float32[n]: rows of what arrived, decoded and added up.
+    """float32[n]: the rows that arrived, decoded and summed one after the other, in the order of devices.
 
-    One after the other: the order is that of devices, and one decoded row exists at a time.
+    One decoded row exists at a time.
 
     Args:
       arrived: Pytree of arrays [devices, ...].
@@ -26,7 +26,7 @@ def summed(arrived: Rows, decode: Callable[[Rows], jax.Array], n: int) -> jax.Ar
 
 
 def gathered(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """[devices, ...]: what each device of the axes has, in their order; inside a shard_map.
+    """All-gather over the axes: [devices, ...], in their order; inside a shard_map.
 
     Between indices of `replica` by an all_to_all, which sends each device's own alone. Of an all_gather between slices
     XLA for TPUs makes a sum of arrays that hold zeros but for one part: twice the bytes and more.

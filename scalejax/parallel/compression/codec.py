@@ -12,7 +12,7 @@ travel. The bytes of a vector are
 each of them a stream of bits in whole bytes (`numerics.packing.pack`): a byte or a float32 a block, d2 bits for k2
 values, and the bits of the element for each number.
 
-Rounded by chance, what comes back is unbiased, unless the largest value of a block saturates. Under a scale
+Stochastic rounding is unbiased unless the largest value of a block saturates. Under a scale
 that is the largest magnitude over the largest element (int8, int4, fp8) nothing does. Under a power of two it can by
 the rule "floor", which all those formats have by default: it is refused, and scale_rule="rceil" is not.
 """

@@ -8,8 +8,8 @@ Master parameters stay exact in their shards, and the derivative passes straight
 piece is one stream of values, the sharded dimension first, and begins a block: no block lies on two devices. Where a
 block divides a piece, blocks are those of the whole parameter and do not depend on the number of devices.
 
-What does not travel is not rounded: parameters that are whole on every device, and their gradients, are summed as by
-`blocks.UncompressedExchange`; so is the sum over copies of a shard (`replica` under HYBRID_SHARD).
+Nothing else is rounded: gradients of parameters that are whole on every device are summed by
+`blocks.UncompressedExchange`, and so are shards over their copies (`replica` under HYBRID_SHARD).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class QuantizedExchange(blocks.Stateless):
     """The exchange; see above.
 
     Attributes:
-      plain: How what is not encoded travels, and where parameters lie.
+      plain: The exchange of what is not encoded, and the layout of parameters.
       gather_format: Of parameters that are gathered; None = in their dtype.
       reduce_format: Of gradients that are reduced; None = in their dtype.
     """

@@ -1,17 +1,17 @@
-"""Sums of gradients that travel compressed both ways, with error feedback (BytePS-Compress, arXiv 2105.07829).
+"""Two-way compressed sums of gradients with error feedback (BytePS-Compress, arXiv 2105.07829).
 
-A device owns a chunk of what is summed, as a parameter server would:
+A device owns a chunk of the sum, as a parameter server would:
 
-    worker  q = g + e;  sends C(q), a chunk to each owner;  e = q - C(q)
-    owner   p = sum of what arrived + E;  sends C(p) to all;  E = p - C(p)
+    worker  q = g + e;  all-to-all of C(q), a chunk to each owner;  residual e = q - C(q)
+    owner   p = sum of the decoded chunks + E;  all-gather of C(p);  residual E = p - C(p)
 
-so that what was added to parameters, and what is left in all e and E, is the uncompressed sum at every step. Links
-within a host are fast: gradients are summed there as they are, each device gets a part of the sum, and the parts alone
-are compressed between hosts, indices of the mesh axis `replica`.
+so that all updates so far and all residuals add up to the uncompressed sum at every step. Links within a host are fast:
+gradients are reduce-scattered there uncompressed, and the parts alone are compressed between hosts, indices of the mesh
+axis `replica`.
 
-Gradients are laid end to end in buckets, in the order of their paths. What a device remembers belongs to places in a
-bucket and not to devices: on another number of devices the errors of workers are added up and given back in equal
-parts, and those of owners cut anew.
+Gradients are concatenated into buckets, in the order of their paths. Residuals belong to places in a bucket and not to
+devices: on another number of devices those of workers are summed and handed out in equal parts, and those of owners are
+cut anew.
 
 In a training loop of one's own, inside a shard_map over `data`:
 
@@ -61,18 +61,18 @@ ErrorFeedback = Literal["vanilla", "corrected", "none"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How sums of gradients travel.
+    """How gradients are summed over devices.
 
     Attributes:
-      compressor: Of what workers send; a user's own is anything with the methods of `Compressor`.
-      owner: Of what owners send back; None = the same.
-      error_feedback: "vanilla" adds what was left out to the next gradient; "corrected" times the last learning rate
-        over this one, so that it is kept in units of the update; "none" forgets it. For unbiased
+      compressor: Of workers; a user's own is anything with the methods of `Compressor`.
+      owner: The compressor of owners; None = the same.
+      error_feedback: "vanilla" adds the residual to the next gradient; "corrected" times the last learning rate
+        over this one, so that it is kept in units of the update; "none" drops it. For unbiased
         compressors "none" is enough. (The third kind of the released code, "sparse", is "vanilla" for `RandomKEntries`:
-        an owner has errors at the places that travel alone, and there none.)
+        an owner has residuals at the places that are sent alone, and there none.)
       momentum: Nesterov momentum on each worker before it compresses: m = momentum m + g, and g + momentum m is sent.
       double_momentum: Whether an optimizer may have momentum too.
-      plain_below: Gradients of fewer bytes are summed as they are.
+      plain_below: Gradients of fewer bytes are not compressed.
       bucket_bytes: Most bytes of float32 that are compressed together.
     """
 
@@ -111,9 +111,9 @@ class Compression:
 
     @property
     def of_owners(self) -> Compressor:
-        """The compressor of what owners send back.
+        """The compressor of owners.
 
-        Random places are the same both ways, so that owners send what they added up there and scale nothing.
+        Random places are the same both ways, so that owners send the sums at these places and scale nothing.
         """
         if self.owner is None and isinstance(self.compressor, RandomKEntries):
             return dataclasses.replace(self.compressor, scale="none")
@@ -149,7 +149,7 @@ how many the bucket has without filling: other devices cut it otherwise."""
 
 
 def initial(compression: Compression, values: int, hosts: int, local: int) -> State:
-    """What a device remembers of a bucket before the first step."""
+    """The state of a bucket on a device before the first step."""
     feedback = compression.error_feedback
     both = (
         ("compressor", compression.compressor),
@@ -158,13 +158,13 @@ def initial(compression: Compression, values: int, hosts: int, local: int) -> St
     for field, each in both if feedback != "none" else ():
         if isinstance(each, RandomKEntries) and each.scale == "n/k":
             raise UserError(
-                "Compression: RandomKEntries(scale='n/k') is unbiased without feedback, and makes errors grow "
+                "Compression: RandomKEntries(scale='n/k') is unbiased without feedback, and makes residuals grow "
                 f"with error_feedback={feedback!r}. Set {field}.scale=none, or error_feedback=none."
             )
         if isinstance(each, LinearDithering | NaturalDithering) and each.scale == "l2":
             raise UserError(
                 f"Compression: {type(each).__name__}(scale='l2') is unbiased without feedback, and lets "
-                f"errors of long rows grow with error_feedback={feedback!r}. Set {field}.scale=max, or "
+                f"residuals of long rows grow with error_feedback={feedback!r}. Set {field}.scale=max, or "
                 "error_feedback=none."
             )
     state: State = {}
@@ -190,24 +190,24 @@ def reduced(
     number: int = 0,
     finite: jax.Array | None = None,
 ) -> tuple[jax.Array, State, jax.Array | None]:
-    """The sum of a bucket over devices, and what this one remembers; inside a shard_map over both kinds of axes.
+    """The sum of a bucket over devices, and the next state; inside a shard_map over both kinds of axes.
 
-    Where a gradient of any device is not finite, or becomes NaN on its way, the sum is NaN on all, and what they
-    remember stays.
+    Where a gradient of any device is not finite, or a compressor makes NaN of it, the sum is NaN on all devices, and
+    their states stay.
 
     Args:
       compression: How.
       gradient: float32[n] of this device.
       state: As `initial` made it.
-      slow: Axes over which chunks travel compressed.
-      fast: Axes over which gradients are summed as they are, before.
-      context: Of the step; None where nothing is drawn and errors are not corrected.
+      slow: Axes over which chunks are compressed.
+      fast: Axes over which gradients are summed uncompressed, before.
+      context: Of the step; None where no compressor takes a key and error_feedback is not "corrected".
       number: Of the bucket.
       finite: bool[], of `finite_everywhere` of the gradients of the step; None = this one is all.
 
     Returns:
-      float32[n], the next state, and the squares of what this device left out of its two messages, or None where that
-      is not measured.
+      float32[n], the next state, and the squared compression errors of this device, of both its messages, or None
+      where they are not measured.
     """
     n, hosts, local = gradient.shape[0], _size(slow), _size(fast)
     chunks = Chunks.of(n, hosts, local)
@@ -239,7 +239,7 @@ def reduced(
     gathered = jax.tree.map(lambda x: arrivals.gathered(x[0], slow), payload)
     whole = compression.of_owners.decode(gathered, chunks.size, keys[1]).ravel()
     whole = jax.lax.all_gather(whole, fast, axis=0, tiled=True) if fast else whole
-    # What all devices have is finite on all or on none.
+    # The gathered sum is the same on all devices.
     finite = finite & jnp.isfinite(whole).all()
     new = {name: jnp.where(finite, x, state[name]) for name, x in new.items()}
     left_out = jax.tree.map(lambda *squares: sum(squares), *left_out)
@@ -256,11 +256,11 @@ def settled(
 ) -> tuple[Arrays, State]:
     """Gradients of a device of a single host, with its residuals, and its state without them.
 
-    Nothing is compressed there, so that what several hosts have left, as `resized` cuts it, is applied at once. A
-    device adds what it holds to its own gradients, before these are summed.
+    Nothing is compressed there, so that residuals of several hosts, as `resized` cuts them, are applied at once. A
+    device adds its part of them to its own gradients, before these are summed.
 
     Args:
-      compression: How gradients travelled.
+      compression: Whose residuals they are.
       gradients: Of the bucket.
       state: float32 "worker"[1, size] and "owner"[size].
       axes: Of the devices of the host.
@@ -287,7 +287,7 @@ def finite_everywhere(gradients: Iterable[jax.Array], axes: tuple[str, ...]) -> 
 
 
 def resized(state: Mapping[str, np.ndarray], hosts: int, local: int) -> dict[str, np.ndarray]:
-    """What devices remember of a bucket, on another number of them: the sum of the errors of workers is kept.
+    """The states of a bucket on another number of devices: the sum of the residuals of workers is kept.
 
     Args:
       state: {name: [devices before, ...]} of `State`.
@@ -318,7 +318,7 @@ def resized(state: Mapping[str, np.ndarray], hosts: int, local: int) -> dict[str
 
 
 def residual(state: Mapping[str, State]) -> jax.Array:
-    """float32[]: the norm of all errors of workers and owners, of states [devices, ...] by bucket."""
+    """float32[]: the norm of all residuals of workers and owners, of states [devices, ...] by bucket."""
     return global_norm([own[name] for own in state.values() for name in ("worker", "owner") if name in own])
 
 
@@ -334,7 +334,7 @@ def sent(compression: Compression, values: int, hosts: int, local: int) -> SentB
 def _left_out(
     context: StepContext | None, given: jax.Array, compressor: Compressor, payload: Payload, key: jax.Array | None
 ) -> jax.Array | None:
-    """float32[]: the squares of what a message lacks of what was to be sent, or has too much; None = not measured."""
+    """float32[]: the squared compression error of a message; None = not measured."""
     if context is None or context.measure is None:
         return None
     return context.left_out(lambda: compressor.decode(payload, given.shape[1], key) - given)
@@ -358,7 +358,7 @@ def _correction(compression: Compression, context: StepContext | None) -> jax.Ar
 def _keys(
     compression: Compression, context: StepContext | None, number: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """uint32[2] of what workers and what owners send. Shared keys are the same for both: owners add up those places."""
+    """uint32[2] of workers and of owners. Shared keys are the same for both: owners send the places they summed."""
     if not _draws(compression):
         return None, None
     if context is None:
@@ -383,8 +383,8 @@ def _no_key(compression: Compression) -> UserError:
         each.traits.name for each in (compression.compressor, compression.of_owners) if each.traits.keys != "none"
     )
     return UserError(
-        f"Compression: {named} draws and needs a key. Pass context=StepContext(step, key) to the gradients, or a key "
-        "to `update`."
+        f"Compression: {named} is random and needs a key. Pass context=StepContext(step, key) to the gradients, or a "
+        "key to `update`."
     )
 
 
@@ -393,7 +393,7 @@ def _size(axes: tuple[str, ...]) -> int:
 
 
 def flat(arrays: Arrays) -> jax.Array:
-    """float32[n] of arrays, end to end.
+    """float32[n] of arrays, concatenated.
 
     Raises:
       UserError: one is of 64 bits.
@@ -418,8 +418,8 @@ class GradientReduction:
     """See `compress_gradients`.
 
     Attributes:
-      compression: How gradients travel.
-      slow, fast: Axes of the shard_map over which they are compressed, and summed as they are.
+      compression: How gradients are summed.
+      slow, fast: Axes of the shard_map over which they are compressed, and summed uncompressed before.
     """
 
     compression: Compression
@@ -427,7 +427,7 @@ class GradientReduction:
     fast: tuple[str, ...]
 
     def init(self, params: "PyTree", *, hosts: int, local: int = 1) -> "PyTree":
-        """What is remembered before the first step: [devices, ...], to be sharded over all axes, slow ones first.
+        """The state before the first step: [devices, ...], to be sharded over all axes, slow ones first.
 
         Args:
           params: Pytree of arrays or shapes, as the gradients.
@@ -445,12 +445,12 @@ class GradientReduction:
         key: jax.Array | None = None,
         rate_ratio: jax.typing.ArrayLike | None = None,
     ) -> tuple["PyTree", "PyTree"]:
-        """The mean of gradients over all devices, and what is remembered; inside the shard_map.
+        """The mean of gradients over all devices, and the next state; inside the shard_map.
 
         Args:
           gradients: Pytree of arrays of this device.
           state: What `init` made, as the shard_map gives it: [1, ...].
-          key: PRNG key, the same on all devices and another one in every step; None where nothing is drawn.
+          key: PRNG key, the same on all devices and another one in every step; None where no compressor takes one.
           rate_ratio: The last learning rate over this one, for error_feedback="corrected".
         """
         leaves, treedef = jax.tree.flatten(gradients)
@@ -487,7 +487,7 @@ def compress_gradients(
     Args:
       compressor, owner, error_feedback, momentum: As in `Compression`.
       axes: Over which gradients are compressed.
-      fast: Over which they are summed as they are, before.
+      fast: Over which they are summed uncompressed, before.
 
     Raises:
       UserError: as `Compression`.

@@ -122,7 +122,7 @@ def test_what_does_not_go_is_refused_before_anything_is_allocated(texts, tmp_pat
     assert len(identities) == 3  # gradients leave nothing behind
     with jax.enable_x64(True):
         wide = experiment_of(texts, precision=Precision(params="float64"))
-        with pytest.raises(UserError, match=r"what is quantized is float32, and .* is float64"):
+        with pytest.raises(UserError, match=r"Sdp4Bit quantizes float32, and .* is float64"):
             bound(wide).identity()
 
 

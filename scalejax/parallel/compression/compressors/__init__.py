@@ -1,16 +1,16 @@
 """Compressors of gradients: rows of float32 as fewer bytes, and back (BytePS-Compress).
 
     compressor = TopKEntries(k=0.001, values="float16")
-    payload = compressor.encode(x, key)                   # float32[rows, n] -> arrays [rows, ...], which travel
+    payload = compressor.encode(x, key)                   # float32[rows, n] -> arrays [rows, ...], which are sent
     compressor.decode(payload, n, key)                    # float32[rows, n], sums of which are gradients again
 
 protocol     what an exchange asks of a compressor: the way there and back, bytes, keys, whether it is biased
 casts        float32 and float16
 onebit       signs under one scale a row
-sparse       the k largest values, or k values by chance
-dithering    levels under one scale a row, rounded by chance, and their size after entropy coding
+sparse       top-k and random-k
+dithering    levels under one scale a row, rounded stochastically, and their size after entropy coding
 block        block formats of `parallel.compression.codec`
-selection    the k largest of a row, and k distinct places by chance
+selection    the k largest of a row, and k distinct random places
 levels       small integers as streams of bits
 norms        the largest magnitude and the length of each row
 
@@ -20,7 +20,7 @@ A row with NaN or an infinity never decodes to finite numbers alone:
     Blocks                                     its block is NaN
     OneBit, sparse and dithering compressors   all of the row is NaN, where it had 0 too
 
-Values below 2^-126 are zeros, as XLA's CPU threads and TPUs take them, except where they travel as they are.
+Values below 2^-126 are zeros, as XLA's CPU threads and TPUs take them, except where float32 is sent.
 
 Source: Zhong, Xie, Zheng, Lin, "Compressed Communication for Distributed Training: Adaptive Methods and System", 2021.
 """

@@ -30,7 +30,7 @@ class Blocks:
 
     @property
     def traits(self) -> Traits:
-        """Unbiased if rounded by chance, by a key of each device's own."""
+        """Unbiased with stochastic rounding, each device with a key of its own."""
         name = f"{self.format}, {self.rounding}"
         return Traits(name, "own", "unbiased") if self.rounding == "stochastic" else Traits(name, "none", "biased")
 
@@ -39,7 +39,7 @@ class Blocks:
         check_count(self, n)
 
     def payload_bytes(self, n: int) -> int:
-        """Of codes and scales of n values, without what fills up the last block."""
+        """Of codes and scales of n values, without the padding of the last block."""
         return codec.encoded_bytes(n, self.format)
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Payload:

@@ -1,4 +1,4 @@
-"""float32 as it is, and as float16."""
+"""float32 and float16."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from scalejax.parallel.compression.compressors.protocol import Payload, Traits, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity:
-    """float32: nothing is lost. For equality with what is not compressed."""
+    """float32, lossless. For equality with uncompressed sums."""
 
     @property
     def traits(self) -> Traits:

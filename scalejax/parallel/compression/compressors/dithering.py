@@ -1,4 +1,4 @@
-"""Levels under one scale a row, one of the two next to a value by chance so that it is unbiased."""
+"""Levels under one scale a row, rounded stochastically to one of the two next to a value, unbiased."""
 
 import dataclasses
 from typing import ClassVar, Literal, cast

@@ -1,4 +1,4 @@
-"""What an exchange asks of a compressor. A user's own needs nothing else, and inherits nothing."""
+"""The interface of a compressor. A user's own needs nothing else, and inherits nothing."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from jaxtyping import Float32, UInt32
 
 Keys = Literal["none", "shared", "own"]
-"""Which random numbers a compressor draws: none; the same on all devices, in `encode` and in `decode`; each device its
-own, in `encode` alone."""
+"""Which keys a compressor takes: none; the same on all devices, in `encode` and in `decode`; each device its own, in
+`encode` alone."""
 
 Payload = Mapping[str, jax.Array]
-"""What travels: arrays [rows, ...]. Row r is all that is known of row r of the values."""
+"""The message: arrays [rows, ...]. Row r is the encoding of row r of the values."""
 
 MOST_VALUES = 2**30
-"""Of a row: places are int32, also of what fills it up."""
+"""Of a row: places are int32, padding included."""
 
 
 class Traits(NamedTuple):
-    """What an exchange asks before it compresses.
+    """What an exchange reads before it compresses.
 
     Attributes:
       name: For messages and reports.
       keys: Which keys `encode` and `decode` want.
-      mean: Whether what comes back is unbiased over keys, but for float32 roundings; where it is "biased",
-        errors are to be fed back.
+      mean: Whether decoded values are unbiased over keys, up to float32 roundings; "biased" compressors need error
+        feedback.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Compressor(Protocol):
         ...
 
     def encode(self, x: "Float32[Array, 'rows n']", key: "UInt32[Array, '2'] | None" = None) -> Payload:
-        """float32[rows, n] -> what travels.
+        """float32[rows, n] -> the payload.
 
         Args:
           x: float32[rows, n].
@@ -74,7 +74,7 @@ class Compressor(Protocol):
         ...
 
     def decode(self, payload: Payload, n: int, key: "UInt32[Array, '2'] | None" = None) -> "Float32[Array, 'rows {n}']":
-        """What travelled -> float32[rows, n].
+        """The payload -> float32[rows, n].
 
         Args:
           payload: From `encode`; rows may come from different devices.

@@ -1,4 +1,4 @@
-"""Places in rows: of the k largest values, and k distinct ones by chance."""
+"""Places in rows: of the k largest values, and k distinct random ones."""
 
 import math
 from typing import TYPE_CHECKING

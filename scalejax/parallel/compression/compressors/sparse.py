@@ -1,4 +1,4 @@
-"""A few values of a row: the k largest, or k by chance. The others decode to zeros."""
+"""A few values of a row: the k largest (top-k), or k random ones (random-k). The others decode to zeros."""
 
 import dataclasses
 from typing import Literal
