@@ -134,8 +134,8 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "sdp4bit": Study(LLAMA, 2, PIECES, (1.5e-3, 3e-3, 6e-3), False, (1, 2, 3, 4, 5), "validation", "loss"),
-    "llama": Study(LLAMA, 8, _compressed(), (1.5e-3, 3e-3, 6e-3), True, (1, 2, 3), "validation", "loss"),
+    "sdp4bit": Study(LLAMA, 2, PIECES, (1.5e-3, 3e-3, 6e-3, 1.2e-2), False, (1, 2, 3, 4, 5), "validation", "loss"),
+    "llama": Study(LLAMA, 8, _compressed(), (3e-3, 6e-3, 1.2e-2), True, (1, 2, 3), "validation", "loss"),
     "images": Study(IMAGES, 8, _compressed(), (0.03, 0.1, 0.3), True, (1, 2, 3), "test", "loss"),
 }
 

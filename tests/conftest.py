@@ -183,22 +183,32 @@ def _garbage_between_files():
     """Traces make millions of objects that live on; walking them again and again took a fifth of the time of tests."""
     gc.disable()
     yield
-    gc.collect()
-    gc.freeze()
+    if not _drop_programs():
+        gc.collect()
+        gc.freeze()
 
 
 _MAPS = pathlib.Path("/proc/self/maps")  # Linux only
+_MOST_MAPS = 4_000
+"""Of memory, of which a compiled program holds several. In a process that holds 2,000 programs the next one takes twice
+as long as in a new process."""
 _finished = itertools.count(1)
 
 
 def pytest_runtest_logfinish():
-    """A compiled program holds several mappings of memory; Linux allows 65,530 a process by default."""
-    if next(_finished) % 50 or not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") < 20_000:
-        return
+    if next(_finished) % 50 == 0:
+        _drop_programs()
+
+
+def _drop_programs():
+    """Whether there were so many that all went."""
+    if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") < _MOST_MAPS:
+        return False
     gc.unfreeze()
     jax.clear_caches()
     gc.collect()
     gc.freeze()
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -45,6 +45,7 @@ def test_functions_and_files_that_were_never_measured_count_as_the_mean_of_the_o
         "a.py": {"test_one": [1.0, 2.0], "test_two": [3.0, 0.0], "test_gone": [100.0, 0.0]},
         "b.py": {"test_b": [3.0, 0.0]},
         "long.py": {"test_long": [1.0, 500.0]},
+        "new.py": {"test_c": [0.0, 0.0]},
     }
     found = tiers.units(sources, durations)
     assert found[:2] == [Unit("a.py", 0, 1, 9.0), Unit("b.py", 0, 1, 3.0)]
@@ -99,6 +100,11 @@ def test_what_was_measured_takes_the_place_of_what_was_known(tmp_path):
 )
 def test_the_next_shard_is_the_one_that_ran_longest_ago(runs, shard):
     assert tiers.next_shard(runs, HISTORY, TODAY, 5) == shard
+
+
+def test_where_no_run_was_ever_committed_every_commit_has_the_next_shard():
+    found = [tiers.next_shard([], HISTORY[ago:], TODAY, 5) for ago in (5, 4, 3, 2, 1, 0)]
+    assert found == [1, 2, 3, 4, 5, 1]
 
 
 def test_lines_of_commits_that_are_not_in_the_history_count_as_never():

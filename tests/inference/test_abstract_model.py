@@ -14,7 +14,7 @@ from scalejax.plan import serving
 from scalejax.plan.serving import PlannedModel
 
 
-@pytest.mark.default_cases
+@pytest.mark.default_cases("context=2,tensor=2-int8")
 @pytest.mark.parametrize("kv_dtype", ["compute", "int8"])
 @pytest.mark.parametrize("mesh", ["tensor=2", "context=2", "context=2,tensor=2", "tensor=4"])
 def test_parameters_and_pages_are_as_large_as_those_of_an_engine(tmp_path, mesh, kv_dtype):

@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     return folder, experiment
 
 
-@pytest.mark.default_cases("layers/mlp/up-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "layer"), [("embed/weight", None), ("layers/mlp/up", 1)])
 def test_the_average_is_the_mean_of_the_last_checkpoints(run, path, layer):
     each = [run_model.open_run(*run, step=step).source.read(path, layer) for step in (2, 3)]

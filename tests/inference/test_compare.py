@@ -53,6 +53,7 @@ def test_sums_are_those_of_numpy(pair, monkeypatch):
     assert compare.score(pair[0], ROWS) == found.before
 
 
+@pytest.mark.slow
 def test_tokens_read_one_by_one_through_pages_have_the_loss_of_whole_rows(pair, monkeypatch):
     monkeypatch.setattr(compare, "_CACHED_ROWS", 2)  # the last batch is filled up
     found = compare.score_cached(pair[0], ROWS, "compute", page=16)

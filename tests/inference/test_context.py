@@ -94,7 +94,7 @@ def chosen(passed):
     ("name", "passed"),
     [
         ("context=4", "pass_kv"),
-        ("context=4", "pass_q"),
+        pytest.param("context=4", "pass_q", marks=pytest.mark.slow),
         ("context=2,tensor=2", None),
         *(pytest.param(name, None, marks=pytest.mark.slow) for name in MESHES if name != "context=2,tensor=2"),
     ],
@@ -126,21 +126,17 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kept", "passed"),
     [
         ("depth", "compute", "pass_q"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("window", "float8", "pass_kv"),
-                ("depth", "int8", "pass_kv"),
-                ("window", "compute", "pass_q"),
-                ("window", "int8", "pass_q"),
-                ("experts", "compute", "pass_kv"),
-                ("experts", "compute", "pass_q"),
-            )
-        ),
+        ("window", "float8", "pass_kv"),
+        ("depth", "int8", "pass_kv"),
+        ("window", "compute", "pass_q"),
+        ("window", "int8", "pass_q"),
+        ("experts", "compute", "pass_kv"),
+        ("experts", "compute", "pass_q"),
     ],
 )
 def test_logits_of_windows_depths_experts_and_stored_formats_are_those_of_one_device(model, kept, passed):
@@ -213,6 +209,7 @@ def test_rows_that_do_not_divide_are_a_mistake_of_the_caller(folder):
         engine.programs.decode(engine.params, state, slots, np.int32(1), np.bool_(False))
 
 
+@pytest.mark.slow
 def test_scores_of_prompts_where_rows_cannot_be_cut_are_refused_at_once():
     on = loop.make_loop(made(MODELS["depth"], on_mesh("context=2")), slots=2, kv_tokens=32 * PAGE, page=PAGE)
     with pytest.raises(UserError, match="does not run on a mesh with context=2"):

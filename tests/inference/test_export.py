@@ -46,7 +46,7 @@ def wanted(config, ids):
     return np.asarray(jax.jit(lambda m, *inputs: m(*inputs))(model(config), ids, positions, np.ones_like(ids)))
 
 
-@pytest.mark.default_cases
+@pytest.mark.default_cases("last-llama")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("logits", ["last", "all"])
 def test_logits_are_those_of_the_model(tmp_path, name, logits):
@@ -87,6 +87,7 @@ def test_it_runs_where_neither_scalejax_nor_flax_can_be_imported(tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_narrow_weights_stay_narrow(tmp_path):
     made = engine(tmp_path, GQA, dtype="bfloat16")
     signature = export.write(made, tmp_path / "out", length=LENGTH)
@@ -97,6 +98,7 @@ def test_narrow_weights_stay_narrow(tmp_path):
     assert export.difference(loaded, made) < export.LARGEST_DIFFERENCE_IN_16_BITS / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "differs", "limit"), [("float32", 2e-5, "1e-05"), ("bfloat16", 0.03, "0.02"), ("float16", 0.03, "0.02")]
 )
@@ -133,7 +135,7 @@ def moma(auxiliary):
     return generate.Engine(config, shape, params, make_mesh(MeshShape(fsdp=1), jax.devices()[:1]))
 
 
-@pytest.mark.default_cases("last")
+@pytest.mark.slow
 @pytest.mark.parametrize("logits", ["last", "all"])
 def test_experts_that_choose_need_auxiliary_routers(tmp_path, logits):
     with pytest.raises(UserError, match="Train auxiliary routers"):

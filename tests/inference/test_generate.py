@@ -176,6 +176,7 @@ def test_a_step_changes_the_cache_in_place():
     assert found.temp_size_in_bytes < 0.3 * size
 
 
+@pytest.mark.slow
 def test_weights_in_the_order_of_their_products_give_the_same_tokens(tmp_path, monkeypatch):
     """As on a TPU."""
     want = engine(tmp_path).generate(PROMPTS, max_tokens=8)

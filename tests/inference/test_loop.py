@@ -76,6 +76,7 @@ def test_sequences_of_all_lengths_that_come_at_any_time_are_those_of_full_passes
     assert on.stats.prompt_tokens == sum(map(len, prompts))
 
 
+@pytest.mark.slow
 def test_who_comes_late_has_a_token_before_the_long_one_ends(engine, monkeypatch):
     monkeypatch.setattr(loop, "PIECE", 32)
     monkeypatch.setattr(loop, "LENGTHS", (32,))
@@ -373,6 +374,7 @@ def test_after_the_warm_up_nothing_is_compiled(engine):
     assert on.stats.compilations == 1  # scores of prompts have a program of their own
 
 
+@pytest.mark.slow
 def test_with_a_window_a_text_is_longer_than_its_cache(tmp_path):
     """Units that nothing sees any more are of use to others, and tokens are those of full passes."""
     write_checkpoint(tmp_path / "theirs", dataclasses.replace(MISTRAL, max_positions=256, window=37))
@@ -416,6 +418,7 @@ def test_stored_formats_give_nearly_the_same_distribution(engine, kept):
     assert 0 < divergence < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [{"fsdp": 2, "tensor": 2}, pytest.param({"fsdp": 4, "tensor": 1}, marks=pytest.mark.slow)]
 )

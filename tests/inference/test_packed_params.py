@@ -122,7 +122,7 @@ def mixtral(tmp_path_factory):
 MATRICES_OF_EXPERTS = {"layers/mlp/gate", "layers/mlp/up", "layers/mlp/down"}
 
 
-@pytest.mark.default_cases("many*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "each"), [("many", 9 / 16), ("one", 17 / 32)])
 def test_experts_stay_packed(mixtral, form, each):
     held, decoded = packed(engine(mixtral / form)), engine(mixtral / form, weights="decoded").params

@@ -212,6 +212,7 @@ def test_folders_without_scales_are_those_of_version_1(theirs, tmp_path):
     assert (content["version"], "inputs" in content) == (1, False)
 
 
+@pytest.mark.slow
 def test_scales_of_what_experts_multiply_are_read(tmp_path):
     """As published FP8 checkpoints of Mixtral have them, one for each matrix of each expert."""
     write_model(tmp_path / "theirs", EXPERTS)

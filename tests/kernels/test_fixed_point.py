@@ -20,6 +20,7 @@ def total(rows, grads, count=32):
     return full
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(-90, 90))
 def test_any_order_gives_the_same_bits_near_the_sum_in_double_precision(seed, exponent):

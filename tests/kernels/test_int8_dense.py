@@ -36,6 +36,7 @@ def test_products_are_those_of_integers(limits):
         assert np.abs(found - x @ weight).max() < 0.02 * np.abs(x @ weight).max()
 
 
+@pytest.mark.slow
 def test_fake_quantization_gives_the_same_products():
     rng = np.random.default_rng(1)
     x, weight = jnp.asarray(rng.normal(size=(8, 40)), jnp.float32), jnp.asarray(rng.normal(size=(40, 6)), jnp.float32)
@@ -53,6 +54,7 @@ def test_zero_stays_zero_and_what_is_beyond_the_range_saturates():
     assert abs(found[3] - 0.5) <= 2 / 255
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others():
     x = np.ones((4, 5), np.float32) * np.arange(5)
     x[1, 2], x[2, 0] = np.nan, np.inf

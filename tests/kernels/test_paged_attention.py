@@ -106,8 +106,7 @@ def heads_first(arrays):
     return arrays | {name: turned(arrays[name]) for name in ("pages", "scales") if name in arrays}
 
 
-@pytest.mark.default_cases("xla-int8-True", "pallas_tpu-int8-True", "pallas_tpu-None-True", "pallas_tpu-float8-False",
-                           "pallas_gpu-int8-True", "pallas_gpu-float8-True")  # fmt: skip
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("stored", [None, "int8", "float8"])
 @pytest.mark.parametrize("implementation", ["xla", *KERNELS])

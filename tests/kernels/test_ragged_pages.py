@@ -97,6 +97,7 @@ def test_one_row_is_taken_as_it_is(interpreted):
     np.testing.assert_allclose(interpreted(*arguments, window=None), want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_what_is_handed_to_jax_is_what_its_reference_takes(monkeypatch):
     """Without the kernel: rows, lengths and queries behind one another, as jax defines them."""
 

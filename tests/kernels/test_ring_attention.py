@@ -88,20 +88,21 @@ def check(ranks, mode, arrays, repeats=1, tolerance=1e-5, **options):
         assert not races_found()
 
 
-@pytest.mark.default_cases("on_wait-2", "eager-4")
+@pytest.mark.default_cases("on_wait-2")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_the_definition_however_copies_run_and_without_a_race(mode, ranks):
     check(ranks, mode, problem(ranks), repeats=5)
 
 
-@pytest.mark.default_cases("gqa-None")
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("heads", HEADS)
 def test_rows_heads_and_windows(heads, window):
     check(2, "on_wait", problem(2, HEADS[heads], batch=2), window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_that_do_not_divide(mode, monkeypatch):
     """Two blocks of queries and of keys a device, the last ones partly filled; results wait in main memory."""
@@ -136,6 +137,7 @@ def test_a_missing_wait_is_found(missing, monkeypatch):
     assert races_found()
 
 
+@pytest.mark.slow
 def test_devices_of_other_axes_have_rings_of_their_own():
     mesh = mesh_of(2, fsdp=2, tensor=2)
     arrays = problem(2, (4, 2), batch=2)

@@ -184,7 +184,7 @@ def test_narrow_features_get_gradients_in_their_own_dtype():
     _close(d_h, _matrix(csr, csr.values).T @ np.ones((csr.shape[0], FEATURES)), rtol=2**-8)
 
 
-@pytest.mark.default_cases("xla-True", "native-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "weighted"), [*((name, True) for name in IMPLEMENTATIONS), ("native", False)]
 )

@@ -43,6 +43,7 @@ def test_a_codebook_for_each_row_is_that_of_the_row(format):
     np.testing.assert_allclose(errors(table, decoded(rows)), alone, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", BOTH)
 def test_every_number_has_the_nearest_entry_of_the_codebook_of_its_row(format):
     table = spread(100, WIDTH, seed=1)
@@ -104,6 +105,7 @@ def test_more_codebooks_lose_less_and_one_a_row_least(format):
     assert found[2] < 0.5 * found[0]
 
 
+@pytest.mark.slow
 def test_few_different_numbers_come_back_as_they_were():
     some = np.array([-3.5, 0.0, 0.25, 2.0], np.float32)
     table = some[np.random.default_rng(5).integers(0, 4, (40, WIDTH))]
@@ -124,6 +126,7 @@ def test_bytes_of_a_table():
     assert [shared_codebook.count(rows) for rows in (0, 1, 16, 17, 4080, 4081, 10**6)] == [1, 1, 1, 2, 255, 255, 255]
 
 
+@pytest.mark.slow
 def test_broken_rows_decode_to_nan_are_counted_and_bear_on_no_codebook():
     table = spread(20, WIDTH)
     sound = decoded(block_quant.share_codebooks(jnp.asarray(table[5:]), "kmeans2_shared", books=2))

@@ -48,7 +48,7 @@ def by_chunks(function, ids: jax.Array) -> jax.Array:
     return jax.lax.map(function, filled.reshape(-1, CHUNK, LENGTH)).reshape(-1, WIDTH)[: len(ids)]
 
 
-@pytest.mark.default_cases("40-4000")
+@pytest.mark.slow
 @pytest.mark.parametrize(("examples", "distinct"), [(128, 9), (128, 1), (1, 1), (40, 4000)])
 def test_a_transformer_over_distinct_rows_gives_the_bits_of_one_over_all_rows(examples: int, distinct: int) -> None:
     # XLA's CPU compiler adds the terms of a norm, a softmax or a mean up in an order that depends on the number of

@@ -190,6 +190,7 @@ def gather_of(kind):
     return QuantizedGather(whole, {"layers": ALL})
 
 
+@pytest.mark.slow
 # Forward 2, backward 4: x along examples, W along outputs, the gradient along both.
 @pytest.mark.parametrize(
     ("remat", "gather", "count"),
@@ -210,7 +211,7 @@ def test_rematerialisation_quantizes_nothing_twice(remat, gather, count):
     assert quantizations(traced.jaxpr) == count
 
 
-@pytest.mark.default_cases("dots")
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_rematerialisation_changes_no_gradient(remat):
     x, w = normal(16, D), normal(L, D, D) / D**0.5

@@ -87,6 +87,7 @@ def as_cpus_read(kept="compute"):
     return read_in_pieces(empty(pages), Rows(3, 40, 8), projections(), PIECES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", KV_FORMATS)
 def test_tokens_first_gives_the_same(kept, monkeypatch):
     """What chips other than CPUs have: another order of the arrays, and the kernel's signature for single tokens."""

@@ -37,6 +37,7 @@ def broken_rows():
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.compiled_as_users_do
 def test_rows_with_nan_among_many_are_nan_and_spare_the_others():
     rows = broken_rows()

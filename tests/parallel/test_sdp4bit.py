@@ -511,6 +511,7 @@ def test_copies_of_sixteen_bits_beside_context_are_refused_on_a_cpu_alone():
     gradients(dot, Sdp4Bit(param_dtype=None), mesh=mesh, specs=specs)
 
 
+@pytest.mark.slow
 def test_parameters_cut_over_tensor_travel_as_each_half_alone():
     """Nothing of the exchange goes along `tensor`: gradients and copies of a half are those of a run without it."""
     whole, halves = MeshShape(replica=2, fsdp=2, tensor=2), MeshShape(replica=2, fsdp=2)

@@ -149,6 +149,7 @@ def test_a_token_over_context_sends_queries_round_and_results_back(context, hide
     assert found.exposed_s == pytest.approx(found.context_s - hidden)
 
 
+@pytest.mark.slow
 # Logits of a slot of the second are far larger than a page.
 @pytest.mark.parametrize(
     "config", [SMALL, LlamaConfig(layers=4, dim=32, ffn_dim=64, heads=4, kv_heads=4, vocabulary=2**20)]

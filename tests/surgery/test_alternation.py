@@ -161,6 +161,7 @@ def test_moments_that_are_corrected_by_steps_count_them_for_each_number(rows):
     assert alternating(rows, optimizer=by_path(optim.Sgd())).optimizer.rules[1].optimizer == optim.Sgd()
 
 
+@pytest.mark.slow
 def test_one_schedule_of_rates_goes_over_all_phases(whole):
     lines = read_lines(whole[0] / "metrics.jsonl")
     rates = {line["step"]: line["learning_rate"] for line in lines if line["kind"] == "window"}
@@ -340,6 +341,7 @@ OTHER_SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHER_SCHEDULES.values(), ids=OTHER_SCHEDULES)
 def test_a_run_goes_on_with_no_other_schedule(rows, ended, other):
     with pytest.raises(UserError, match=r"schedule is '.*' in the checkpoint and '.*' here"):

@@ -57,6 +57,7 @@ def test_one_expert_of_a_modality_becomes_several():
             np.testing.assert_array_equal(gate[:, expert], few.params[f"layers/mlp/{name}/gate"][:, 0])
 
 
+@pytest.mark.slow
 def test_a_mixture_of_depths_becomes_one_with_experts_and_with_auxiliary_routers():
     depth = MixtureOfDepths()
     before, fresh = (drawn(mlp, seed, depth=depth) for seed, mlp in enumerate((GQA.mlp, Experts(count=4))))

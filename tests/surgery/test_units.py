@@ -228,6 +228,7 @@ def halves(request):
     return full, half, state_of(full, params_of(full), EACH, steps=3), state_of(half, params_of(half), EACH)
 
 
+@pytest.mark.slow
 def test_a_cut_takes_the_best_units_with_their_moments_and_counts(halves):
     _, _, wide, narrow = halves
     ResizeUnits().check([wide], narrow)

@@ -46,6 +46,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_run_with_other_experts_does_not_go_on_from_a_checkpoint(experiment, run, name):
     part, said = OTHERS[name]

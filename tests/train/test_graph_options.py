@@ -84,7 +84,7 @@ CASES: dict[str, tuple[MeshShape, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.default_cases("clipped")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_eight_devices_are_one(name: str, path: str, x64: None) -> None:
     shape, pieces, changes = CASES[name]
@@ -120,6 +120,7 @@ def test_a_clipped_step_is_as_long_as_it_says(path: str, x64: None) -> None:
     assert int(sums["steps"].clipped) == 1
 
 
+@pytest.mark.slow
 def test_a_scaled_loss_that_never_overflows_changes_nothing(path: str, x64: None) -> None:
     plain = gcn(path, precision=WIDE, optimizer=ADAM)
     scaled = gcn(path, precision=WIDE, optimizer=ADAM, gradients__loss_scaling=LossScaling(initial=2.0**20, interval=2))
@@ -152,6 +153,7 @@ def test_float16_learns_under_a_scaled_loss_and_skips_what_overflows(mesh: MeshS
     assert scores_of(program, state, data, "train")["loss"] < losses[0]
 
 
+@pytest.mark.slow
 def test_averages_are_those_of_the_parameters_and_may_be_scored(path: str, x64: None) -> None:
     changes: dict[str, Any] = {"precision": WIDE, "optimizer": ADAM, "averages": (optim.Average(decay=0.5),)}
     experiment = gcn(path, **changes, evaluation__average="ema")
@@ -232,6 +234,7 @@ def test_fields_that_the_host_draws_are_those_of_seed_and_step(
 COARSE = QuantizationRule(module_path="layers/.*", weight_qtype="bdr_mx4", tail="pad")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

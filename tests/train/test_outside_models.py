@@ -135,7 +135,7 @@ def train(name, folder):
     return experiment, folder, loop.train(experiment, workdir=folder)
 
 
-@pytest.mark.default_cases("segmenter", "preferences")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNS)
 def test_it_learns_more_than_is_trivial(runs, name):
     _, folder, summary = runs(name)

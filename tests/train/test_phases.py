@@ -131,6 +131,7 @@ def test_phases_that_share_an_optimizer_share_its_schedule():
         assert phases.experiment_at(base, pathlib.Path("nowhere"), step) == found[number].experiment
 
 
+@pytest.mark.slow
 def test_a_phase_that_changes_nothing_is_the_run_without_it(texts, tmp_path):
     one = small.experiment(texts, steps=12, optimizer__learning_rate=optim.WarmupCosine(peak=1e-2, warmup=0.25))
     two = dataclasses.replace(one, steps=5, phases=(Phase(name="more", steps=7),))

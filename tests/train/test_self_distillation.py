@@ -276,7 +276,7 @@ LEARNINGS = {"smc": Smc(), "smc-3": Smc(channels=3), "dlb": Dlb(), "sam": Sam(ra
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.default_cases("smc-explicit", "sam-explicit", "dlb-implicit")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", LEARNINGS)
 def test_eight_devices_learn_what_one_does(name, form):

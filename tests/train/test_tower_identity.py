@@ -61,6 +61,7 @@ def test_a_phase_with_other_towers_wants_a_surgery(experiment, tmp_path):
         loop.train(dataclasses.replace(experiment, phases=(phase,)), workdir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_towers_were_named_goes_on(experiment, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "2"

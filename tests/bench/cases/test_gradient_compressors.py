@@ -36,6 +36,7 @@ class _Other:
         return back.astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["int4:128", "blocks-int4:128", "onebit", "topk"])
 def test_both_sides_are_compared_and_run(monkeypatch, case):
     monkeypatch.setattr(gradient_compressors.peers, "load", lambda name: types.SimpleNamespace(RoundTrip=_Other))

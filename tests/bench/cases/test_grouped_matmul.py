@@ -10,7 +10,7 @@ from scalejax.bench.cases.grouped_matmul import CASES, PEERS, Size
 SMALL = Size(1024, 8, 12, 4)
 
 
-@pytest.mark.default_cases("dense-mlp-zipf", "ragged_dot-train-balanced")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("peer", PEERS)
 def test_both_sides_are_compared_timed_and_rated(peer, case):

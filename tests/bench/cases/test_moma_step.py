@@ -30,6 +30,7 @@ def test_both_sides_are_timed_and_rated(case):
     assert contest.examples == 64
 
 
+@pytest.mark.slow
 def test_models_of_other_flops_are_not_timed(monkeypatch):
     wide = dataclasses.replace(moma_step.PARTS["8x"], count=32)
     monkeypatch.setitem(moma_step.PARTS, "8x", wide)  # its router has 4 times the columns
@@ -37,6 +38,7 @@ def test_models_of_other_flops_are_not_timed(monkeypatch):
         moma_step.contest("8x", "dense", SMALL).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "share", "bounds", "empty"),
     [

@@ -26,6 +26,7 @@ def test_both_routes_give_the_same_bits_and_run(case):
     assert made.figures().keys() == {f"{p}{e}_ms" for p in ("ids", "vectors", "gradients") for e in ("", "_flat")}
 
 
+@pytest.mark.slow
 def test_a_route_that_loses_a_bit_is_not_timed(monkeypatch):
     lookup = sptt_exchange.EmbeddingCollection.lookup
 

@@ -77,6 +77,7 @@ def test_ctrl_c_ends_a_chat_without_a_traceback(model, monkeypatch):
     assert done.stderr.splitlines()[-1] == "Interrupted."
 
 
+@pytest.mark.slow
 def test_ids_are_continued_without_a_tokenizer(invoke, tmp_path):
     write_checkpoint(tmp_path / "theirs", GQA)
     results = tmp_path / "ids.json"

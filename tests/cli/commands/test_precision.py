@@ -64,6 +64,7 @@ def test_an_exported_run_scores_the_test_split_as_the_run_did(invoke, run, tmp_p
     assert np.abs(np.concatenate(found) - wanted.predictions).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_the_search_is_given_the_budget_as_a_share(invoke, run, monkeypatch):
     asked = []
 

@@ -69,6 +69,7 @@ def numbers(printed, name):
     return float(words[0]), float(words[2])
 
 
+@pytest.mark.slow
 def test_a_run_in_phases_ends_whole_and_is_cut_and_grown(runs):
     folder, printed, _ = runs
     widths = {

@@ -87,6 +87,7 @@ def test_the_plan_of_a_table_compiles(trained, invoke):
     assert planned.exit_code == 0, planned.stderr
 
 
+@pytest.mark.slow
 def test_the_run_is_scored_and_goes_on_from_what_it_recorded(trained, tmp_path, invoke):
     path, run, _ = trained
     run = shutil.copytree(run, tmp_path / "run")

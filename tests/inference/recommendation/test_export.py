@@ -78,6 +78,7 @@ def test_scores_of_any_batch_size_are_those_of_the_model(written):
     assert np.array_equal(model(flat, one.dense, lengths)["logits"], found["logits"])
 
 
+@pytest.mark.slow
 def test_it_loads_where_neither_scalejax_nor_flax_can_be_imported(written, tmp_path):
     made, folder, _ = written
     one = click_cases.batch(32)

@@ -61,6 +61,7 @@ def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(
     assert (seeing[0][:, :9] != seeing[1][:, :9]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_a_cache_gives_the_logits_of_the_whole_row(rows, name):
     made, (tokens, positions, segments) = model(PARTS[name]), rows
@@ -73,6 +74,7 @@ def test_a_cache_gives_the_logits_of_the_whole_row(rows, name):
         np.testing.assert_allclose(logits, whole[:, at], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_main_score_weighs_and_the_auxiliary_one_selects(rows):
     """The layer without later tokens, by a loop."""
     part = Experts(count=4, router=CHOICE, execution="batched")

@@ -101,7 +101,7 @@ def literal(module, x, segments, positions):
     return y, taken
 
 
-@pytest.mark.default_cases("0.01", "0.6")
+@pytest.mark.default_cases("0.6")
 @pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
 def test_a_layer_is_the_block_on_its_best_tokens_at_their_own_positions(rows, capacity):
     module = pair(MixtureOfDepths(capacity=capacity))
@@ -153,6 +153,7 @@ def test_the_tokens_of_a_device_are_one_packed_row(rows):
     assert (taken < 16).sum() > int(0.25 * 16)
 
 
+@pytest.mark.slow
 def test_gradients_go_through_the_layer_and_the_scores(rows):
     x, segments, positions = rows
     module = pair(MixtureOfDepths(capacity=0.5))
@@ -318,7 +319,7 @@ def trained(texts, depth, shape, strategy=EXPLICIT, mlp=MLPS["top-k"]):
     return losses, jax.tree.map(np.asarray, state.params)
 
 
-@pytest.mark.default_cases("dense-explicit fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("dense", "explicit fsdp"), *(("top-k", mesh) for mesh in MESHES)])
 def test_devices_change_nothing_but_the_order_of_sums(texts, name, mesh):
     strategy, shape = MESHES[mesh]
@@ -364,6 +365,7 @@ def test_bad_settings_are_refused():
         dataclasses.replace(GQA, depth=0.25)
 
 
+@pytest.mark.slow
 def test_without_auxiliary_routers_nothing_is_generated(texts_and_images):
     made, (tokens, *_) = model(MixtureOfDepths()), texts_and_images
     with pytest.raises(UserError, match="MixtureOfDepths without an auxiliary router"):

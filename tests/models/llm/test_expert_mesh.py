@@ -141,7 +141,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default_cases("dropless-tensor x 4", "moma sequence-stage x 4")
+@pytest.mark.default_cases("dropless-tensor x 4")
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_devices_change_nothing_but_the_order_of_sums(texts, without_travel, name, mesh):
     strategy, shape = MESHES[mesh]
@@ -170,7 +170,7 @@ def stand_in(operand, output, input_offsets, send_sizes, output_offsets, recv_si
     return jnp.where((recv_sizes == sizes[:, me]).all(), output, jnp.nan)
 
 
-@pytest.mark.default_cases("explicit fsdp x 4")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["explicit fsdp x 4", "fsdp x 4", "explicit tensor x 2", "stage x 4"])
 def test_as_many_tokens_as_there_are_may_travel(texts, without_travel, monkeypatch, mesh):
     strategy, shape = MESHES[mesh]
@@ -205,6 +205,7 @@ def on_devices(part, x, shape):
         return jax.tree.map(np.asarray, run(state, x))
 
 
+@pytest.mark.slow
 def test_experts_of_a_device_choose_others_there(x64):
     """Among the tokens of a device alone, as if there were no others; the control of those that choose of all."""
     part = Experts(count=COUNT, router=ExpertChoice(group="device"), execution="batched")
@@ -236,6 +237,7 @@ def test_what_has_no_place_is_dropped_and_counted(texts, execution):
     assert values["tokens_unseen"] + values["tokens_seen_once"] > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [MeshShape(fsdp=1, expert=2), MeshShape(fsdp=2, expert=4)], ids=["2", "fsdp x 4"])
 def test_what_is_dropped_between_two_devices_comes_last_in_their_order(x64, shape):
     """Of what a device sends to another the first choices stay, by row, position and rank; gradients are theirs."""
@@ -292,7 +294,7 @@ PART_CASES = {
 }
 
 
-@pytest.mark.default_cases("global")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PART_CASES)
 def test_a_group_is_within_a_part_of_the_batch(texts, name):
     """Parts change who is chosen of a device or of all, as batches of that size would; not of a row, nor dropless."""
@@ -335,7 +337,7 @@ PLACES = {
 }
 
 
-@pytest.mark.default_cases("explicit fsdp x 4-with a capacity", "fsdp x 4-dropless")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("mesh", ["fsdp x 4", "explicit fsdp x 4"])
 def test_tokens_travel_by_all_to_alls_of_the_stated_size_and_experts_stay(texts, mesh, name):
@@ -363,6 +365,7 @@ def test_experts_that_do_not_divide_are_refused(texts):
         bound(texts, Experts(count=6), MeshShape(fsdp=1, expert=4))
 
 
+@pytest.mark.slow
 def test_what_positions_do_not_divide_is_whole_everywhere_and_chosen_once(x64):
     """Seven positions over two devices of `context`: no token enters twice."""
     part = Experts(count=2, router=ExpertChoice(group="global"), execution="batched")

@@ -109,6 +109,7 @@ def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
     assert numbers["layer"].tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_the_implementation_of_grouped_products_is_that_of_the_config(stream):
     x, real = stream
     forms = {}
@@ -121,6 +122,7 @@ def test_the_implementation_of_grouped_products_is_that_of_the_config(stream):
     np.testing.assert_allclose(forms["ragged_dot"][1], forms["blocks"][1], rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8_e4m3", "int8", "nvfp4"])
 def test_what_an_expert_multiplies_is_quantized_under_its_own_scale(stream, format):
     """The numbers of a table that are nearest; of NVFP4 `static.encode` of one row at a time."""
@@ -304,7 +306,7 @@ SHORT = {
 }
 
 
-@pytest.mark.default_cases("top-k", "global")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 def test_rows_that_fill_a_last_short_batch_change_nothing(x64, name):
     """They are padding: no expert sees them, and they do not count where experts choose their share."""
@@ -423,6 +425,7 @@ def test_mistakes_are_named(make, message):
         make()
 
 
+@pytest.mark.slow
 def test_a_bias_that_keeps_experts_even_is_used_in_generation_too(tmp_path):
     """It is a variable and no parameter: greedy tokens are those of full passes with it."""
     texts = small.write(tmp_path / "documents")

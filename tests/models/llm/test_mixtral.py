@@ -59,6 +59,7 @@ def test_logits_are_those_of_transformers(name):
     np.testing.assert_allclose(found, GOLDEN[name], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_balance_loss_is_that_of_transformers():
     """Of one layer, as transformers' mixes layers."""
     config = dataclasses.replace(MIXTRAL, mlp=Experts(count=4, router=TopK(k=2, balance=1.0)))

@@ -136,6 +136,7 @@ def test_tokens_in_another_order_come_out_in_that_order(x):
     np.testing.assert_allclose(turned, y[:, order], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_an_image_changes_no_text_but_through_the_choice_of_mixed_experts(x):
     modality = kinds("mixed")
     modality[1, 3] = IMAGE

@@ -21,6 +21,7 @@ def network(config, channels, dtypes=nn.FLOAT32):
     return hourglass.HourglassNetwork(config, channels, nnx.Rngs(0), dtypes)
 
 
+@pytest.mark.slow
 def test_each_stack_gives_maps_of_a_quarter_of_the_size():
     structure, state = nnx.split(network(TINY, 3))
     found = jax.jit(lambda state, x: nnx.merge(structure, state)(x, "evaluation"))(state, jnp.ones((2, 32, 47, 3)))
@@ -57,6 +58,7 @@ def test_parameters_are_those_of_the_drawing(config):
     assert counts.parameters(model) == literal_count(config, 3)
 
 
+@pytest.mark.slow
 def test_the_network_of_extremenet_has_the_parameters_of_hourglass_104():
     """187.7 M; with the heads of a CenterNet for 80 classes 191 M, as papers state of it."""
     model = counts.abstract(hourglass.HourglassNetwork, SIZES["extremenet"], 3)
@@ -65,6 +67,7 @@ def test_the_network_of_extremenet_has_the_parameters_of_hourglass_104():
     assert round((counts.parameters(model) + heads) / 1e6) == 191
 
 
+@pytest.mark.slow
 def test_training_moves_running_means_and_evaluation_does_not():
     one = HourglassConfig(stacks=1, widths=(4, 6), blocks=(1, 1), stem=4, features=5)
     model, x = network(one, 1), jax.random.normal(jax.random.key(0), (2, 16, 16, 1))

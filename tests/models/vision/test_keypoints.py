@@ -167,6 +167,7 @@ def compiled(how):
     return jax.jit(functools.partial(keypoints.group, how=how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "side", "kind"),
     [

@@ -254,7 +254,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.default_cases("dense", "masks", "concatenation", "early")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_classes_in_another_order_give_masks_in_another_order(name):
     config = dataclasses.replace(SMALL, **CHANGES[name])
@@ -282,7 +282,7 @@ def test_classes_in_another_order_give_masks_in_another_order(name):
     assert np.abs(np.asarray(model(x, y, jnp.asarray(new_of_old)[masks])[0] - wanted)).max() > 1e-3
 
 
-@pytest.mark.default_cases("prototype", "two encoders", "early")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_template_that_is_read_once_serves_all_pictures(name):
     model = built(dataclasses.replace(SMALL, **CHANGES[name]))
@@ -293,6 +293,7 @@ def test_a_template_that_is_read_once_serves_all_pictures(name):
         np.testing.assert_allclose(one, two, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_picture_as_its_own_template_attends_to_its_classes():
     """Behind the stems, which differ; the encoder, here untrained, is the one that both sides share."""
     wider = dataclasses.replace(SMALL, unet=dataclasses.replace(UNET, widths=(8, 12, 16)))
@@ -378,6 +379,7 @@ def bound(config, devices=None, **changes):
     return Run.bind(run, run.data.build(), make_mesh(MeshShape(), jax.devices()[:devices]))
 
 
+@pytest.mark.slow
 def test_it_learns_and_a_run_in_two_halves_has_the_same_bits(tmp_path):
     config = PairwiseUNetConfig(unet=UNetConfig(widths=(8, 16)))
     run = experiment(config, steps=40)
@@ -411,6 +413,7 @@ def test_eight_devices_learn_what_one_does(comparison, form):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-11), found[1], wanted[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_test", ["one", "nearest", "ensemble"])
 def test_evaluations_take_the_templates_that_are_asked_for(at_test):
     config = dataclasses.replace(SMALL, templates=Templates(at_test=at_test, count=3))

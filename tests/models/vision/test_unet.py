@@ -180,7 +180,7 @@ ON_DEVICES = {
 }
 
 
-@pytest.mark.default_cases("two levels-explicit")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", STRATEGIES)
 @pytest.mark.parametrize("name", ON_DEVICES)

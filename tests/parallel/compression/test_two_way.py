@@ -187,6 +187,7 @@ def test_momentum_is_added_before_compression():
         np.testing.assert_allclose(devices.reduce(given)[0], (given + 0.9 * moment).sum(0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_random_places_travel_on_as_they_are_and_owners_have_no_errors():
     """So that correcting owners at the chosen places alone, the third kind of the released code, is the same."""
     devices = Devices(Compression(compressor=RandomKEntries(k=0.1, scale="none")))

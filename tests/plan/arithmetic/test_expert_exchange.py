@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.mark.default_cases("dropless")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_exchange_of_a_recipe_is_that_of_the_model(name):
     part, numbered = CASES[name]

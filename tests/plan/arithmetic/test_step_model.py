@@ -175,7 +175,7 @@ def _cut(decoder, training):
     return step_model._Cut.of(decoder, training, devices=training.mesh.fsdp)
 
 
-@pytest.mark.default_cases("sequential-full", "batched-dots")
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("mlp", MLPS)
 def test_executed_products_are_those_of_the_traced_step(mlp, remat):

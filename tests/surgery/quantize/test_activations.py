@@ -162,6 +162,7 @@ def test_experts_are_rounded_with_their_own_tokens(mixtral, tmp_path):
     assert errors[0] < errors[1]
 
 
+@pytest.mark.slow
 def test_an_expert_that_no_token_reaches_is_cast_directly(mixtral):
     opened = model_folder.open_folder(mixtral[0])
     made = diffusion(opened, [(".*attention.*", "none")], text=TEXT[:1, :1])  # one token: two experts of four

@@ -28,7 +28,7 @@ def errors(x, format, **chosen):
     return ((np.asarray(dequantize(made), np.float64) - x) ** 2).sum()
 
 
-@pytest.mark.default_cases("nvfp4", "int4:32")
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [*FORMATS, *MORE])
 def test_max_is_a_direct_cast(format):
     x = gaussian(1, 5, 128)

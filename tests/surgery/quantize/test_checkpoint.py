@@ -77,6 +77,7 @@ def mixtral(tmp_path_factory):
     return folder, write_model(folder, EXPERTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name"),
     [

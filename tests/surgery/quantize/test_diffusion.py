@@ -45,6 +45,7 @@ def oracle(weight, covariance, format, k1, damping=0.01):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "k1"), [("int4:8", 8), ("int4:32", 32), ("mxfp4_e2m1", 32)])
 def test_a_literal_version_gives_the_same(format, k1):
     weight, x = gaussian(3, 6, 64), inputs(4, 64)

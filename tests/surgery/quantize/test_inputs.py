@@ -52,6 +52,7 @@ def test_scales_of_the_first_matrices_are_those_of_the_text(theirs):
     assert len({result.input_scale for result in found.values()}) == 2 * 4
 
 
+@pytest.mark.slow
 def test_scales_of_an_expert_are_those_of_the_tokens_that_are_sent_to_it(tmp_path):
     """`Walk.run` is compared with the formula by hand in test_activations."""
     write_model(tmp_path / "theirs", EXPERTS)

@@ -181,6 +181,7 @@ def test_other_pipelines_are_refused(rows):
         experiment(rows, tables__pipeline="fast")
 
 
+@pytest.mark.slow
 def test_the_work_of_batches_of_one_shape_is_counted_once(tmp_path, monkeypatch):
     """It traces the whole model, which took longer than the steps of a small U-Net."""
     calls, work = [], SegmentationTask.work

@@ -164,6 +164,7 @@ def test_a_missing_base_is_said(run, rows):
         small_run.restored(experiment(rows), run, 6)
 
 
+@pytest.mark.slow
 def test_another_base_of_the_same_step_is_refused(runs, run, rows):
     shutil.rmtree(run / "checkpoints" / "4")
     shutil.copytree(runs[1] / "checkpoints" / "4", run / "checkpoints" / "4")

@@ -158,6 +158,7 @@ INDICES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", INDICES)
 def test_parts_are_those_of_the_whole(click, tmp_path_factory, index):
     table = open_run(click).tables["many"]

@@ -154,6 +154,7 @@ def test_rates_of_corrected_errors_are_those_of_steps_that_were_taken(texts):
         assert float(program._rate_ratio(state)) == pytest.approx(float(rates(taken - 1) / rates(taken)), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_clan_with_the_identity_is_lans(texts, tmp_path):
     """Three steps: the same losses and parameters, where gradients are added up in the order of devices both times."""
     plain, clan = (

@@ -83,7 +83,7 @@ def test_cut_sequences_change_nothing_but_the_order_of_sums(
         np.testing.assert_allclose(value, want_params[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.default_cases("ring")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_a_window_is_that_of_one_device(texts, x64, one_device, method):
     model = dataclasses.replace(small.MODEL, window=5, context_method=method)
@@ -124,7 +124,7 @@ def test_modalities_go_with_their_tokens_and_what_fills_rows_up_is_of_none(texts
     assert (abstract.shape, abstract.dtype) == (placed.shape, placed.dtype)
 
 
-@pytest.mark.default_cases("ring")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_no_hidden_state_is_put_together_along_the_sequence(texts, x64, method):
     model = dataclasses.replace(small.MODEL, context_method=method)

@@ -205,7 +205,7 @@ def test_towers_on_their_hosts_train_as_all_on_one_device(rows, hosts, modules, 
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.default_cases("implicit-beside expert and context")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [MeshShape(replica=2, fsdp=1, expert=2, context=2), MeshShape(replica=2, fsdp=2, tensor=2)],
@@ -239,7 +239,7 @@ def compiled(rows, hosts, form, module, width=16, sizes=None):
     return program, explain_sharding(done, mesh), experiment.data.batch_size // 8 * len(EQUAL) * width * 4
 
 
-@pytest.mark.default_cases("implicit-2-4", "explicit-4-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("hosts", [2, 4, 8])
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
@@ -288,7 +288,7 @@ def test_under_jit_a_device_computes_its_own_examples_alone(rows, module):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.default_cases("implicit")
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["explicit FULL_SHARD", "implicit"])
 def test_a_checkpoint_of_four_towers_on_eight_devices_goes_on_on_two_and_on_one(rows, tmp_path, strategy):
     experiment = over_towers(

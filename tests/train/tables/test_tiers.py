@@ -142,6 +142,7 @@ def test_a_run_is_scored_through_a_cache(rows, tmp_path):
     assert found["test_logloss"] == summary["test_logloss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

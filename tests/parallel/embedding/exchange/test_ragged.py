@@ -69,6 +69,7 @@ def both(kind, exchange, *, optimizer=OPTIMIZERS["rowwise"], size=16, replica=2)
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "wires"),
     [

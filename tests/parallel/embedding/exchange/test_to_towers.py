@@ -154,7 +154,7 @@ PRODUCT = [
 
 
 @pytest.mark.compiled_as_users_do
-@pytest.mark.default_cases("2 of 2 towers-all kinds", "4-tables")
+@pytest.mark.default_cases("2 of 2 towers-all kinds")
 @pytest.mark.parametrize(("form", "hosts", "count", "kinds", "optimizer", "weighted"), PRODUCT)
 def test_what_passes_through_towers_unchanged_is_the_exchange_to_the_bit(
     form, hosts, count, kinds, optimizer, weighted

@@ -76,7 +76,7 @@ DEFAULT = ("row-wise", "copies, summed")
 """The others are for slow runs: each takes a path that another test takes too."""
 
 
-@pytest.mark.default_cases("copies, summed")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_touched_rows_bring_an_old_copy_to_the_new_state(case):
     optimizer, kind, devices, replica = CASES[case]
@@ -123,12 +123,14 @@ def test_touched_rows_bring_an_old_copy_to_the_new_state(case):
     assert any((old[t.name]["rows_tail"] != wanted[t.name]["rows_tail"]).any() for t in tables)
 
 
+@pytest.mark.slow
 def test_untouched_since_the_last_update_is_nothing():
     each = planned(tracked(OPTIMIZERS["rowwise"]), 8, None)
     state, _, _ = stepped(each, each.init(jax.random.key(0)), 1)
     assert list(tracking.touched_rows(each.stacks, state, since=1)) == []
 
 
+@pytest.mark.slow
 def test_blocks_are_bounded_and_lose_nothing(monkeypatch):
     each = planned(tracked(OPTIMIZERS["rowwise"]), 2, None)
     state, _, _ = stepped(each, each.init(jax.random.key(0)), 1)
