@@ -2,7 +2,7 @@
 
     python -m tests.tiers quick                 # under 3 minutes: an oracle and a kill for each kind of system
     python -m tests.tiers default               # what `python -m pytest -n 2` runs
-    python -m tests.tiers full --shard 3        # a thirtieth of all tests but those of peers and of devices
+    python -m tests.tiers full --shard 3        # a fortieth of all tests but those of peers and of devices
     python -m tests.tiers full --next --record  # the shard that ran longest ago; its line goes to tests/full_tier.tsv
     python -m tests.tiers behind                # shards whose last run is more than 100 commits old
 
@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DURATIONS, RECORD = ROOT / "tests" / "durations.json", ROOT / "tests" / "full_tier.tsv"
 BUDGETS = ROOT / "tests" / "budgets.toml"
 
-SHARDS = 30
+SHARDS = 40
 LONGEST = 240.0
 """Seconds of a file that is not cut."""
 

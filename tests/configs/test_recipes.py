@@ -114,7 +114,7 @@ def test_smoke_trains_and_sums_up(name: str, monkeypatch: pytest.MonkeyPatch, tm
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.default_cases("resnet-smoke")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in VISION if n.endswith("-smoke")])
 def test_vision_smoke_trains_and_sums_up(name: str, tmp_path: pathlib.Path) -> None:
     experiment = configs.load(name)

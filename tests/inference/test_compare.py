@@ -97,6 +97,7 @@ def test_the_held_out_loss_of_a_trained_model_hardly_grows_with_narrow_keys_and_
     assert int8 != plain != float8
 
 
+@pytest.mark.slow
 def test_a_model_does_not_differ_from_itself(pair):
     found = compare.compare(pair[0], pair[0], ROWS)
     assert (found.divergence, found.agreement) == (0, 1)

@@ -50,6 +50,7 @@ def test_a_step_of_lamb_moves_every_layer_by_the_same_share_of_its_norm(texts):
             np.testing.assert_allclose(np.linalg.norm(part) / np.linalg.norm(whole), RATE, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_step_of_lans_on_eight_devices_is_that_on_one(texts, x64):
     wide = {"precision": Precision(params="float64")}
     (_, one, _), (_, eight, program) = (stepped(texts, LANS, devices, **wide) for devices in (1, 8))

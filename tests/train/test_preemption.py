@@ -56,6 +56,7 @@ def assert_left_in_order(run, workdir):
     assert max(recorded, default=0) <= max(typed_run.saved(workdir), default=0)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_end_goes_on_to_the_same_bits(recipes, tmp_path):
     """One case of the product below, in which this process, on as many devices, is the one that goes on."""
     recipe, sets = f"{recipes}:click", ["steps=80", "log_every=5", "evaluation.every=40", "checkpoints.every=40"]

@@ -96,6 +96,7 @@ def test_a_search_is_saved_reported_and_exported(invoke, run, tmp_path):
     assert precisions == {k: v for k, v in json.loads(chosen.read_text()).items() if k != "format"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -58,6 +58,7 @@ def one_error(result, words):
     assert words in line, line
 
 
+@pytest.mark.slow
 def test_towers_of_a_run_are_what_a_model_over_towers_takes(invoke, folder, tmp_path):
     run = train(invoke, folder, "flat")
     saved, report = tmp_path / "towers.json", tmp_path / "report.json"

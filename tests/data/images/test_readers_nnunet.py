@@ -503,6 +503,7 @@ def test_empty_folders_and_too_few_cases_are_refused(tmp_path: pathlib.Path) -> 
             NnUnetFolder(**bad)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_window(tmp_path: pathlib.Path) -> None:
     """Whoever reads the checkpoint would feed it other pixels than those that it learnt from."""
 

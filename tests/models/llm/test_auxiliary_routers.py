@@ -46,6 +46,7 @@ def rows(x64):
     return tokens, jnp.broadcast_to(jnp.arange(16), (2, 16)), jnp.ones((2, 16), jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(rows, name):
     made, (tokens, positions, segments) = model(PARTS[name]), rows

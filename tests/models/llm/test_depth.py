@@ -204,7 +204,7 @@ def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(
     assert (seeing[0][:, :9] != seeing[1][:, :9]).any()
 
 
-@pytest.mark.default_cases("by modality")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MLPS)
 def test_a_cache_gives_the_logits_of_the_whole_row(texts_and_images, name):
     """Each layer has its own visibility: what a token finds there are the tokens that this layer took."""

@@ -305,6 +305,7 @@ def test_gradients_are_finite_where_there_is_no_object():
     assert not wanted.present.any()
 
 
+@pytest.mark.slow
 def test_a_group_below_a_threshold_is_none():
     cells = jnp.array([[[[4, 1]], [[1, 4]], [[4, 7]], [[7, 4]]]])
     scores, centres = jnp.full((1, 4, 1), 0.5), jnp.zeros((1, 9, 9)).at[0, 4, 4].set(0.5)

@@ -100,7 +100,7 @@ def test_a_stale_run_that_goes_on_from_a_checkpoint_equals_one_that_never_stoppe
     assert len(one) == whole.steps
 
 
-@pytest.mark.default_cases("ids")
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", ["none", "ids", "stale"])
 def test_what_is_planned_is_what_a_run_calls(rows, ahead, tmp_path, monkeypatch):
     whole = experiment(rows, tables__pipeline=ahead, placement__mesh=MeshShape(fsdp=-1))
@@ -176,6 +176,7 @@ def test_the_compiled_exchange_of_the_next_ids_waits_for_nothing_of_the_step(row
         assert not any(name in reached(other) for other in exchanges if other != name)
 
 
+@pytest.mark.slow
 def test_other_pipelines_are_refused(rows):
     with pytest.raises(ValueError, match="pipeline must be one of none, ids, stale; got 'fast'"):
         experiment(rows, tables__pipeline="fast")

@@ -172,6 +172,7 @@ def test_another_base_of_the_same_step_is_refused(runs, run, rows):
         small_run.restored(experiment(rows), run, 6)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_any_link_is_noticed(run, rows):
     path = run / "checkpoints" / "4" / "rows" / "00000.bin"
     data = bytearray(path.read_bytes())

@@ -170,6 +170,7 @@ def test_parts_are_those_of_the_whole(click, tmp_path_factory, index):
     np.testing.assert_array_equal(stored[index], whole[index])
 
 
+@pytest.mark.slow
 def test_an_array_is_read_when_it_is_indexed_and_no_other(click, monkeypatch):
     opened, read_block, names, tables = tensorstore.open, rows_file.read_block, [], []
 

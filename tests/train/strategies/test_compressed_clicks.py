@@ -69,7 +69,7 @@ def trained(rows):
     return functools.cache(lambda strategy: stepped(bound(rows, strategy, trainable="top/.*"), 3))
 
 
-@pytest.mark.default_cases("sdp4bit")
+@pytest.mark.slow
 @BOTH
 def test_frozen_parameters_stay_as_they_were_and_whole(rows, trained, strategy):
     first, *after = trained(strategy)

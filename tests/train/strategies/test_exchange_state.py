@@ -342,6 +342,7 @@ def test_a_scheme_without_a_rule_is_refused_on_other_devices(rows, whole, tmp_pa
     restored(experiment, tmp_path)  # as many as before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_scheme_is_refused(rows, whole):
     with pytest.raises(UserError, match="exchange"):
         restored(clicks(rows, SignsInBuckets(bucket_bytes=4096)), whole(Signs(**HYBRID)))
@@ -432,6 +433,7 @@ def test_residuals_follow_the_factor_on_the_loss(rows, strategy):
         np.testing.assert_allclose(left[path] / float(got.loss_scale.scale), residual, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_scheme_without_a_rule_for_the_factor_is_refused(rows):
     experiment = clicks(rows, Rooted(**HYBRID), gradients__loss_scaling=LossScaling())
     message = r"^OneBit: what it remembers of gradients has no rule .* gradients.loss_scaling does not go with this"

@@ -145,7 +145,7 @@ def assert_same(found, expected):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), *pairs)
 
 
-@pytest.mark.default_cases("HYBRID_SHARD-*")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("strategy", "plan", "parts", "option"),
