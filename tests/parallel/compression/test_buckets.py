@@ -77,7 +77,7 @@ def test_bytes_by_level_are_those_of_the_compiled_step(compression, shape):
         jax.tree.map(np.testing.assert_array_equal, reduced.exchange, state)
         assert stated.between == 0
         assert "the mesh has one: they are summed as they are. Set --set placement.mesh.replica=N" in remarks[0]
-    assert "KiB a step within its host (an index of replica) and" in remarks[-1]
+    assert "B a step within its host (an index of replica) and" in remarks[-1]
 
 
 def test_a_gradient_that_is_not_finite_leaves_all_that_is_remembered_on_every_device():
