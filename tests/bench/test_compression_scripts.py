@@ -47,7 +47,7 @@ def test_rates_are_tried_once_and_the_best_is_taken_for_pairs(
     for what in (["tune"], ["run", "--arms", "base", "qW"], ["run", "--arms", "base"], ["report"]):
         monkeypatch.setattr(sys, "argv", ["compression_effect.py", *what, *common])
         effect.main()
-    trials = [("base", rate, effect.TUNING_SEED) for rate in (1.5e-3, 3e-3, 6e-3)]
+    trials = [("base", rate, effect.TUNING_SEED) for rate in (1.5e-3, 3e-3, 6e-3, 1.2e-2)]
     assert made == trials + [(arm, 3e-3, seed) for seed in (1, 2, 3, 4, 5) for arm in ("base", "qW")]
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| qW |"))
     assert "+0.2000 ± 0.0000" in row
