@@ -1,4 +1,4 @@
-"""Dropping the low bits of an integer: to the nearest, ties to even or away from zero; toward zero; or by chance.
+"""Dropping the low bits of an integer: to the nearest, ties to even or away from zero; toward zero; or stochastically.
 
 The magnitude is rounded, so that Q(-x) = -Q(x). By chance, a number that lies a fraction d above its lower neighbour
 goes up with probability d: with 32 random bits r it does where floor(r / 2) + floor(2^31 d) >= 2^31.

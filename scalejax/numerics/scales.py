@@ -70,7 +70,7 @@ def threshold(element: Element, rule: ScaleRule) -> int:
 def saturates(element: Element, rule: ScaleRule) -> bool:
     """Whether the largest magnitude of a block can lie above the largest element under this rule.
 
-    What is rounded by chance is then no longer unbiased. "rceil" and "ceil" saturate nothing below 2^127; the
+    What is rounded stochastically is then no longer unbiased. "rceil" and "ceil" saturate nothing below 2^127; the
     largest number of every element with exponents lies below the next power of two, so "floor" always does.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rounding up or down by chance, in proportion to how near each neighbour is: unbiased."""
+"""Stochastic rounding: up or down in proportion to how near each neighbour is, which is unbiased."""
 
 import math
 from typing import TYPE_CHECKING

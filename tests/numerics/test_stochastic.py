@@ -1,4 +1,4 @@
-"""Rounding by chance: to a neighbour, unbiased, the same for the same bits."""
+"""Stochastic rounding: to a neighbour, unbiased, the same for the same bits."""
 
 import jax
 import jax.numpy as jnp

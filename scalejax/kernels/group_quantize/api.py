@@ -5,7 +5,7 @@
     dequantize_sum(arrived, format, transform="hadamard")       # [devices, ...] -> float32[..., n], H / 32 of the sum
 
 A group of values has the scale max |x| / (2^(bits - 1) - 1), and each value the integer level nearest to x / scale, or
-one of the two around it by chance so that it is unbiased. Levels are symmetric, -7 to 7 or -127 to 127: all 16
+stochastically one of the two around it, which is unbiased. Levels are symmetric, -7 to 7 or -127 to 127: all 16
 converged worse at the end of training in the released code of SDP4Bit.
 
 Of 4 bits element i of a group and element i + size / 2 share a byte, the first in the low half: on a TPU neighbours in
@@ -68,7 +68,7 @@ def quantize(
     Args:
       x: float32[..., n], n a multiple of the group size.
       format: Of the groups.
-      seed: uint32[2] for rounding by chance; None rounds to nearest, ties to even.
+      seed: uint32[2] for stochastic rounding; None rounds to nearest, ties to even.
       transform: What is quantized: `hadamard(x)`, or x.
       implementation: None picks; a name never falls back.
       interpret: For tests of Pallas kernels where their chip is not: True, or `pltpu.InterpretParams()` for a TPU's.

@@ -117,7 +117,7 @@ def tier_of(table: TableConfig, tiers: tuple[Tier, ...]) -> Tier | None:
         )
     if table.dtype in ("bfloat16", "float16") and table.rounding == "stochastic":
         raise UserError(
-            f"{name} is of {table.dtype}, which updates round by chance, and the chance depends on where a row is. "
+            f"{name} is of {table.dtype}, which updates round stochastically, and the draw depends on where a row is. "
             "Set --set tables.dtype=float32, or leave the table out of tables.tiers."
         )
     return found[0]

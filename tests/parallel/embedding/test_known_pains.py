@@ -1,7 +1,7 @@
 """What users of other embedding libraries ran into, and what happens here instead.
 
 Sources are issues of those libraries. Some have their tests elsewhere: ids without bound in test_id_map; plans that
-name a device twice (TorchRec #1388) in test_kinds; rounding by chance, the same on every mesh (FBGEMM #5972), in
+name a device twice (TorchRec #1388) in test_kinds; stochastic rounding, the same on every mesh (FBGEMM #5972), in
 test_accumulate; ids dropped by full buffers (keras-rs #166) in test_host_check; hundreds of tables in one exchange in
 test_kinds; checkpoints on another number of devices (TorchRec #2534) in test_logical and
 tests/train/checkpoints/test_checkpoint.py; plans without reasons (TorchRec #1257) in

@@ -123,7 +123,7 @@ class Stack:
 
     @property
     def stochastic(self) -> bool:
-        """Whether updated rows are rounded by chance."""
+        """Whether updated rows are rounded stochastically."""
         return self.dtype.itemsize < 4 and self.members[0].config.rounding == "stochastic"
 
     @property

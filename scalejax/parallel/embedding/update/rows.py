@@ -206,7 +206,7 @@ def _write(
 
 
 def _narrow(stack: Stack, rows: jax.Array, local: jax.Array, device: jax.Array | int, updates: jax.Array) -> jax.Array:
-    """Updated rows in the dtype they rest in; rounding by chance is a function of table, row, column and step."""
+    """Updated rows in the dtype they rest in; stochastic rounding is a function of table, row, column and step."""
     if not stack.stochastic:
         return rows
     member, row = row_numbers(stack, local, device)

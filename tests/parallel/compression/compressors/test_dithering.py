@@ -1,4 +1,4 @@
-"""Levels by chance, and their size after entropy coding."""
+"""Stochastic levels, and their size after entropy coding."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How gradients add up: in order by default, in fixed point where no order shall matter; and rounding by chance."""
+"""How gradients add up: in order by default, in fixed point where no order shall matter; and stochastic rounding."""
 
 import dataclasses
 
