@@ -21,5 +21,6 @@ timeout 600 python -m pytest -q -p no:cacheprovider -m multiprocess \
   tests/multiprocess/test_training.py::test_a_run_goes_on_at_another_number_of_processes \
   tests/multiprocess/test_training.py::test_an_error_of_process_0_alone_ends_the_whole_job_soon \
   tests/multiprocess/test_preempted_processes.py::test_a_process_that_is_stopped_ends_the_other_in_time \
+  tests/multiprocess/test_compressed_processes.py::test_copies_of_rounded_steps_are_the_same_bits_on_all_devices_of_all_processes \
   tests/multiprocess/test_distributed_processes.py::test_a_worker_that_fails_does_not_leave_the_others_running \
   "tests/multiprocess/test_engine_processes.py::test_two_processes_give_the_tokens_of_one[context=8]"

@@ -27,6 +27,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from scalejax import units
 from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.kernels import group_quantize
 from scalejax.kernels.group_quantize import IntGroups, Transform, check_group_size
@@ -245,7 +246,22 @@ class Sdp4BitExchange:
     def remarks(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> tuple[str, ...]:
         if not self.plain.axes:
             return ("Sdp4Bit: there is one device, so that nothing travels; the model computes with its copy.",)
-        return (links.described("Sdp4Bit", self.sent(params, sizes)),)
+        dtype = self.strategy.param_dtype
+        copies = sum(x.size * jnp.dtype(dtype or x.dtype).itemsize for x in params.values())
+        whole = {path: 4 * x.size for path, x in params.items() if not self.plain.layouts[path].sharded}
+        said = (
+            links.described("Sdp4Bit", self.sent(params, sizes)),
+            f"Sdp4Bit: every device holds a whole copy of the parameters, {units.size(copies)}, beside its shard of "
+            "the masters; Fsdp needs none.",
+        )
+        if not whole:
+            return said
+        return (
+            *said,
+            f"Sdp4Bit: gradients of {len(whole)} parameters ({', '.join(list(whole)[:3])}"
+            f"{', ...' if len(whole) > 3 else ''}; {units.size(sum(whole.values()))}) travel in float32: they are "
+            "smaller than replicate_below, or no dimension divides by the devices.",
+        )
 
     def sent(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> dict[str, SentBytes]:
         cut, all_axes = self._by_axes(params), self.plain.axes

@@ -462,6 +462,13 @@ def test_one_device_sends_nothing_and_says_so():
     assert "there is one device, so that nothing travels" in run.compressed(params).remarks({}, mesh.shape)[0]
 
 
+def test_a_run_says_what_its_copies_take_and_which_gradients_are_not_quantized():
+    run, params, _ = prepared(Sdp4Bit())
+    said = run.compressed(params).remarks(run.whole(params), make_mesh().shape)
+    assert "a whole copy of the parameters, 13.55 KiB, beside its shard" in said[1]  # 2 bytes of 6,939 values
+    assert "gradients of 1 parameters (whole; 12 B) travel in float32" in said[2]
+
+
 def test_what_is_remembered_is_the_distance_of_copies_over_the_norm_of_masters():
     run, params, _ = prepared(Sdp4Bit())
     state = {path: WholeCopy(jnp.asarray(x + 0.5, jnp.bfloat16)) for path, x in heavy_tailed(1).items()}

@@ -12,8 +12,10 @@ from jax.sharding import Mesh
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.numerics.quantized import rules
+from scalejax.optim import ByPath
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel import pipeline
+from scalejax.parallel.compression.two_way import Compression
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange import to_towers
@@ -100,7 +102,8 @@ def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None
             stacklevel=2,
         )
     _ = program.formats  # which refuses rules without a module
-    taken = program.gradients(1)  # what it refuses is refused now
+    # What a step of so many parts refuses is refused now.
+    taken = program.gradients(1 if experiment.gradients.microbatch is None else program.parts(size))
     if experiment.gradients.loss_scaling is not None:
         remembered = program.abstract_state().exchange
         factor = jax.ShapeDtypeStruct((), jnp.float32)
@@ -332,13 +335,22 @@ def _check_divides(program: Program) -> None:
 
 def _check_strategy(experiment: Experiment) -> None:
     """Refuses masters on the host beside whole copies on every device, and momentum twice."""
-    compression, optimizer = getattr(experiment.strategy, "compression", None), experiment.optimizer
-    inside = getattr(optimizer, "momentum", 0) or getattr(optimizer, "b1", 0)
-    if compression is not None and compression.momentum and inside and compression.double_momentum == "refuse":
+    compression: Compression | None = getattr(experiment.strategy, "compression", None)
+    rules = experiment.optimizer.rules if isinstance(experiment.optimizer, ByPath) else ()
+    optimizers = [rule.optimizer for rule in rules] or [experiment.optimizer]
+    if compression is not None and compression.momentum and compression.double_momentum == "refuse":
+        for optimizer in optimizers:
+            if inside := getattr(optimizer, "momentum", 0) or getattr(optimizer, "b1", 0):
+                raise UserError(
+                    f"strategy.compression.momentum={compression.momentum} beside a {type(optimizer).__name__} with "
+                    f"momentum {inside}: gradients would have momentum twice, which diverges. Set one of them to 0, "
+                    "or --set strategy.compression.double_momentum=allow."
+                )
+    schedules = {optimizer.learning_rate for optimizer in optimizers}
+    if compression is not None and compression.error_feedback == "corrected" and len(schedules) > 1:
         raise UserError(
-            f"strategy.compression.momentum={compression.momentum} beside a {type(optimizer).__name__} with momentum "
-            f"{inside}: gradients would have momentum twice, which diverges. Set one of them to 0, or --set "
-            "strategy.compression.double_momentum=allow."
+            f"strategy.compression.error_feedback='corrected' goes by the learning rate, and the rules of optimizer "
+            f"have {len(schedules)} schedules. Give them one, or --set strategy.compression.error_feedback=vanilla."
         )
     if isinstance(experiment.strategy, Sdp4Bit) and "parameters" in experiment.placement.offload:
         raise UserError(

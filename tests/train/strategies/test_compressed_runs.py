@@ -85,7 +85,6 @@ def remembered(state, hosts):
     return found
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(texts, whole, tmp_path):
     strategy = ddp(TopKEntries(k=0.05))
     killed_run.train(experiment_of(texts, strategy), tmp_path, at=7)
@@ -154,7 +153,6 @@ def test_rates_of_corrected_errors_are_those_of_steps_that_were_taken(texts):
         assert float(program._rate_ratio(state)) == pytest.approx(float(rates(taken - 1) / rates(taken)), rel=1e-6)
 
 
-@pytest.mark.slow
 def test_clan_with_the_identity_is_lans(texts, tmp_path):
     """Three steps: the same losses and parameters, where gradients are added up in the order of devices both times."""
     plain, clan = (
@@ -162,6 +160,11 @@ def test_clan_with_the_identity_is_lans(texts, tmp_path):
         for name, strategy in (("plain", Ddp(accumulate="local")), ("clan", ddp(Identity())))
     )
     assert clan["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-6)
+    params = [
+        restored(experiment_of(texts, strategy, steps=3), tmp_path / name)["params"]
+        for name, strategy in (("plain", Ddp(accumulate="local")), ("clan", ddp(Identity())))
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6), *params)
     # Nothing is left out and nothing remembered; a plain run has no such values.
     (window,) = windows(tmp_path / "clan")
     assert window["exchange_error"] == clan["exchange_error"] == 0
@@ -234,10 +237,27 @@ def test_compressed_runs_learn(texts, tmp_path):
 
 
 def test_parts_are_added_up_first_and_momentum_counts_once(texts):
-    with pytest.raises(UserError, match="accumulate=local"):
-        _ = bound(experiment_of(texts, ddp(OneBit()))).program.gradients(2)
+    with pytest.raises(UserError, match="accumulate=local"):  # before anything is allocated
+        bound(experiment_of(texts, ddp(OneBit()), gradients__microbatch=1, data__batch_size=16))
     _ = bound(changed(experiment_of(texts, ddp(OneBit())), strategy__accumulate="local")).program.gradients(2)
     with pytest.raises(UserError, match=r"momentum 0.9: gradients would have momentum twice"):
         bound(experiment_of(texts, ddp(OneBit(), momentum=0.9)))
     bound(experiment_of(texts, ddp(OneBit(), momentum=0.9, double_momentum="allow")))
     bound(experiment_of(texts, ddp(OneBit(), momentum=0.9), optimizer=optim.Sgd()))
+
+
+def test_every_rule_of_an_optimizer_is_looked_at(texts):
+    """Momentum twice, and residuals that go by one learning rate where there are two."""
+
+    def rules(*optimizers):
+        paths = ("embed/.*", ".*")[-len(optimizers) :]
+        return optim.ByPath(
+            rules=tuple(optim.For(paths=p, optimizer=o) for p, o in zip(paths, optimizers, strict=True))
+        )
+
+    slow, fast = (optim.Sgd(learning_rate=optim.Constant(value=rate)) for rate in (0.1, 0.2))
+    with pytest.raises(UserError, match=r"Sgd with momentum 0.9: gradients would have momentum twice"):
+        bound(experiment_of(texts, ddp(OneBit(), momentum=0.9), optimizer=rules(optim.Sgd(momentum=0.9), slow)))
+    with pytest.raises(UserError, match=r"'corrected' goes by the learning rate, and the rules .* have 2 schedules"):
+        bound(experiment_of(texts, ddp(OneBit(), error_feedback="corrected"), optimizer=rules(slow, fast)))
+    bound(experiment_of(texts, ddp(OneBit(), error_feedback="corrected"), optimizer=rules(slow, slow)))
