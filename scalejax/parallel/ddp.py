@@ -257,8 +257,11 @@ class CompressedBuckets:
         return params
 
     def rescaled(self, state: States, factor: jax.Array) -> States:
-        errors = lambda x: x * factor.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
-        return jax.tree.map(errors, state)
+        scaled = ("worker", "owner", "momentum")
+        return {
+            bucket: {name: x * factor.astype(x.dtype) if name in scaled else x for name, x in own.items()}
+            for bucket, own in state.items()
+        }
 
     def resized(self, path: str, state: "PyTree", sizes: Mapping[str, int]) -> "PyTree":
         del path

@@ -628,7 +628,7 @@ class Program:
         keys = Keys(step=jax.random.fold_in(key, _WHOLE_STEP), examples=key)
         # Of the steps between two lines of metrics the first one, which every window has.
         measure = None if self.compressed is None else state.step % e.log_every == 0
-        context = StepContext(state.step, jax.random.fold_in(key, _EXCHANGE), self._rate_ratio(state), measure)
+        context = StepContext(state.step, jax.random.fold_in(key, _EXCHANGE), self._learning_rate(state), measure)
         state = self._moved(state, offload.fetch)
         tables, embedded = state.tables, {}
         if ahead is not None:
@@ -711,16 +711,11 @@ class Program:
         )
         return self._moved(state, offload.put_back), found.sum / found.weight.astype(found.sum.dtype)
 
-    def _rate_ratio(self, state: TrainState) -> jax.Array | None:
-        """The last learning rate over this one, 1 where this one is 0; None = the optimizer has several."""
-        rate = getattr(self.experiment.optimizer, "learning_rate", None)
-        if rate is None:
-            return None
+    def _learning_rate(self, state: TrainState) -> jax.Array:
+        """float32[]: that of the optimizer in this step, of its last rule where it has several."""
         # Schedules go by the steps that were taken.
         step = state.step - self.schedules_from - (0 if state.loss_scale is None else state.loss_scale.skipped)
-        schedule = rate.build(self.experiment.steps)
-        before, now = (jnp.asarray(schedule(s), jnp.float32) for s in (jnp.maximum(step - 1, 0), step))
-        return jnp.where(now > 0, before / jnp.where(now > 0, now, 1), 1)
+        return jnp.asarray(self.experiment.optimizer.learning_rate.build(self.experiment.steps)(step), jnp.float32)
 
     def _divided(self, batch: Batch) -> tuple[dict[str, dict[str, jax.Array]], dict[str, object]]:
         """What of a batch has rows, and what all devices and parts share."""

@@ -66,8 +66,8 @@ class Compression:
     Attributes:
       compressor: Of workers; a user's own is anything with the methods of `Compressor`.
       owner: The compressor of owners; None = the same.
-      error_feedback: "vanilla" adds the residual to the next gradient; "corrected" times the last learning rate
-        over this one, so that it is kept in units of the update; "none" drops it. For unbiased
+      error_feedback: "vanilla" adds the residual to the next gradient; "corrected" times the learning rate it is
+        of over this one, so that it is kept in units of the update; "none" drops it. For unbiased
         compressors "none" is enough. (The third kind of the released code, "sparse", is "vanilla" for `RandomKEntries`:
         an owner has residuals at the places that are sent alone, and there none.)
       momentum: Nesterov momentum on each worker before it compresses: m = momentum m + g, and g + momentum m is sent.
@@ -144,8 +144,9 @@ class Chunks(NamedTuple):
 
 
 State = dict[str, jax.Array]
-"""Of a device and a bucket: "worker" and "momentum" float32[hosts, size], "owner" float32[size], and "values" int32[],
-how many the bucket has without filling: other devices cut it otherwise."""
+"""Of a device and a bucket: "worker" and "momentum" float32[hosts, size], "owner" float32[size], "rate" float32[], the
+learning rate to which the residuals of error_feedback="corrected" belong, and "values" int32[], how many the bucket has
+without filling: other devices cut it otherwise."""
 
 
 def initial(compression: Compression, values: int, hosts: int, local: int) -> State:
@@ -173,6 +174,8 @@ def initial(compression: Compression, values: int, hosts: int, local: int) -> St
         each.check(chunks.size)
     if compression.error_feedback != "none":
         state |= {"worker": jnp.zeros((chunks.hosts, chunks.size)), "owner": jnp.zeros(chunks.size)}
+    if compression.error_feedback == "corrected":
+        state["rate"] = jnp.zeros(())
     if compression.momentum:
         state["momentum"] = jnp.zeros((chunks.hosts, chunks.size))
     state = {name: x.astype(jnp.float32) for name, x in state.items()}
@@ -218,7 +221,8 @@ def reduced(
     if compression.momentum:
         new["momentum"] = compression.momentum * state["momentum"] + rows
         rows = rows + compression.momentum * new["momentum"]
-    factor = _correction(compression, context)
+    rate = _rate(compression, context)
+    factor = _correction(state, rate)
     keys = _keys(compression, context, number, (*slow, *fast))
     given = rows
     if "worker" in state:
@@ -241,6 +245,10 @@ def reduced(
     whole = jax.lax.all_gather(whole, fast, axis=0, tiled=True) if fast else whole
     # The gathered sum is the same on all devices.
     finite = finite & jnp.isfinite(whole).all()
+    if rate is not None:
+        new["rate"] = rate
+        # A step at a rate of 0 applies nothing and leaves nothing out: what earlier ones left out is still to come.
+        new = {name: x if name == "momentum" else jnp.where(rate > 0, x, state[name]) for name, x in new.items()}
     new = {name: jnp.where(finite, x, state[name]) for name, x in new.items()}
     left_out = jax.tree.map(lambda *squares: sum(squares), *left_out)
     return jnp.where(finite, whole[:n], jnp.nan), new, left_out
@@ -267,7 +275,8 @@ def settled(
       context: Of the step.
       finite: bool[], of `finite_everywhere`; residuals stay where it is False.
     """
-    own = _correction(compression, context) * (state["worker"][0] + state["owner"])
+    rate = _rate(compression, context)
+    own = _correction(state, rate) * (state["worker"][0] + state["owner"])
     place = (jax.lax.axis_index(axes) if axes else 0) * own.size
 
     def add() -> Arrays:
@@ -276,6 +285,7 @@ def settled(
         return {path: g + parts[path].astype(g.dtype) for path, g in gradients.items()}
 
     gradients = jax.lax.cond(own.any(), add, lambda: gradients)
+    finite = finite if rate is None else finite & (rate > 0)
     left = {name: jnp.where(finite, 0, state[name]) for name in ("worker", "owner")}
     return gradients, {**state, **left}
 
@@ -298,7 +308,7 @@ def resized(state: Mapping[str, np.ndarray], hosts: int, local: int) -> dict[str
     """
     chunks, found = Chunks.of(int(state["values"][0]), hosts, local), {}
     for name, x in state.items():
-        if name == "values":
+        if name in ("values", "rate"):
             found[name] = np.repeat(x[:1], hosts * local)
             continue
         if name == "owner":
@@ -344,15 +354,24 @@ def _decode_row(compressor: Compressor, row: Mapping[str, jax.Array], n: int, ke
     return compressor.decode({name: x[None] for name, x in row.items()}, n, key)[0]
 
 
-def _correction(compression: Compression, context: StepContext | None) -> jax.Array | float:
+def _rate(compression: Compression, context: StepContext | None) -> jax.Array | None:
+    """float32[]: the learning rate of this step, where feedback is corrected by it."""
     if compression.error_feedback != "corrected":
-        return 1.0
-    if context is None or context.rate_ratio is None:
+        return None
+    if context is None or context.learning_rate is None:
         raise UserError(
-            "Compression: error_feedback='corrected' goes by the learning rates of this step and the last, and there "
-            "are none: the caller gave none, or the optimizer has several. Use error_feedback='vanilla'."
+            "Compression: error_feedback='corrected' goes by the learning rate of every step, and there is none: the "
+            "caller gave none, or the optimizer has several. Use error_feedback='vanilla'."
         )
-    return context.rate_ratio
+    return context.learning_rate
+
+
+def _correction(state: State, rate: jax.Array | None) -> jax.Array | float:
+    """What residuals are multiplied by before they are added to a gradient of this step."""
+    if rate is None:
+        return 1.0
+    known = (state["rate"] > 0) & (rate > 0)
+    return jnp.where(known, state["rate"] / jnp.where(known, rate, 1), 1)
 
 
 def _keys(
@@ -443,7 +462,7 @@ class GradientReduction:
         gradients: "PyTree",
         state: "PyTree",
         key: jax.Array | None = None,
-        rate_ratio: jax.typing.ArrayLike | None = None,
+        learning_rate: jax.typing.ArrayLike | None = None,
     ) -> tuple["PyTree", "PyTree"]:
         """The mean of gradients over all devices, and the next state; inside the shard_map.
 
@@ -451,16 +470,16 @@ class GradientReduction:
           gradients: Pytree of arrays of this device.
           state: What `init` made, as the shard_map gives it: [1, ...].
           key: PRNG key, the same on all devices and another one in every step; None where no compressor takes one.
-          rate_ratio: The last learning rate over this one, for error_feedback="corrected".
+          learning_rate: Of this step, for error_feedback="corrected".
         """
         leaves, treedef = jax.tree.flatten(gradients)
         named = {str(i): x for i, x in enumerate(leaves)}
         context = None
         if key is None and _draws(self.compression):
             raise _no_key(self.compression)
-        if key is not None or rate_ratio is not None:
-            ratio = None if rate_ratio is None else jnp.asarray(rate_ratio, jnp.float32)
-            context = StepContext(jnp.int32(0), jax.random.key(0) if key is None else key, ratio)
+        if key is not None or learning_rate is not None:
+            rate = None if learning_rate is None else jnp.asarray(learning_rate, jnp.float32)
+            context = StepContext(jnp.int32(0), jax.random.key(0) if key is None else key, rate)
         total, state, _ = reduced(
             self.compression,
             flat(named) / (_size(self.slow) * _size(self.fast)),

@@ -117,13 +117,13 @@ class StepContext:
     Attributes:
       step: int32[], steps of the optimizer before this one.
       key: PRNG key of this step, the same on all devices.
-      rate_ratio: float32[], the learning rate of the step before over that of this one; None = there is not one.
+      learning_rate: float32[], of this step; None = there is not one.
       measure: bool[], whether this step measures what its exchange leaves out; None = no step does.
     """
 
     step: jax.Array
     key: jax.Array
-    rate_ratio: jax.Array | None = None
+    learning_rate: jax.Array | None = None
     measure: jax.Array | None = None
 
     def left_out(self, missed: Callable[[], jax.Array]) -> jax.Array:
