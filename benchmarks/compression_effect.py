@@ -11,7 +11,7 @@ python benchmarks/compression_effect.py --runs FILE report > table.md
     llama     the same model on 8 hosts of one device, three seeds: every compressor of `Ddp`, with feedback and without
     images    ResNet-8 on the bundled 5,000 pictures of Fashion-MNIST, likewise
 
-In `llama` and `images` each arm has its own rate, of three; that of `sdp4bit` is one of four. A seed draws parameters
+In `llama` and `images` each arm has its own rate, of four; that of `sdp4bit` is one of four, too. A seed draws parameters
 and the order of examples anew, the same for every arm, so that differences are taken seed by seed; intervals are of
 Student's t over seeds. The error of the exchange is that of the reduced gradient, the length of what is wrong over its
 own, of the first step, half-way and at the end. Copies, and with them the model, are in float32: what bfloat16 adds is
@@ -136,8 +136,8 @@ class Study(NamedTuple):
 
 STUDIES = {
     "sdp4bit": Study(LLAMA, 2, PIECES, (1.5e-3, 3e-3, 6e-3, 1.2e-2), False, (1, 2, 3, 4, 5), "validation", "loss"),
-    "llama": Study(LLAMA, 8, _compressed(), (3e-3, 6e-3, 1.2e-2), True, (1, 2, 3), "validation", "loss"),
-    "images": Study(IMAGES, 8, _compressed(), (0.03, 0.1, 0.3), True, (1, 2, 3), "test", "loss"),
+    "llama": Study(LLAMA, 8, _compressed(), (1e-3, 3e-3, 6e-3, 1.2e-2), True, (1, 2, 3), "validation", "loss"),
+    "images": Study(IMAGES, 8, _compressed(), (0.01, 0.03, 0.1, 0.3), True, (1, 2, 3), "test", "loss"),
 }
 
 
