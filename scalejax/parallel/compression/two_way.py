@@ -150,28 +150,24 @@ without filling: other devices cut it otherwise."""
 
 
 def initial(compression: Compression, values: int, hosts: int, local: int) -> State:
-    """The state of a bucket on a device before the first step."""
-    feedback = compression.error_feedback
-    both = (
-        ("compressor", compression.compressor),
-        ("owner" if compression.owner else "compressor", compression.of_owners),
-    )
-    for field, each in both if feedback != "none" else ():
-        if isinstance(each, RandomKEntries) and each.scale == "n/k":
-            raise UserError(
-                "Compression: RandomKEntries(scale='n/k') is unbiased without feedback, and makes residuals grow "
-                f"with error_feedback={feedback!r}. Set {field}.scale=none, or error_feedback=none."
-            )
-        if isinstance(each, LinearDithering | NaturalDithering) and each.scale == "l2":
-            raise UserError(
-                f"Compression: {type(each).__name__}(scale='l2') is unbiased without feedback, and lets "
-                f"residuals of long rows grow with error_feedback={feedback!r}. Set {field}.scale=max, or "
-                "error_feedback=none."
-            )
+    """The state of a bucket on a device before the first step.
+
+    Raises:
+      UserError: rows that a compressor cannot compress, or whose residuals it would let grow (`Traits.growth`).
+    """
     state: State = {}
     chunks = Chunks.of(values, hosts, local)
-    for each in (compression.compressor, compression.of_owners):
+    for field, each in (("compressor", compression.compressor), ("owner", compression.of_owners)):
         each.check(chunks.size)
+        growth = each.traits.growth
+        if compression.error_feedback != "none" and growth is not None and chunks.size >= growth.rows:
+            field = "compressor" if compression.owner is None else field
+            raise UserError(
+                f"Compression: {field}: {each.traits.name}, with error_feedback={compression.error_feedback!r}: "
+                f"residuals of rows of {chunks.size} values would grow without bound, because {growth.why}. Set "
+                f"{growth.field}={growth.value!r} of it (--set strategy.compression.{field}.{growth.field}="
+                f"{growth.value}), or error_feedback='none' (--set strategy.compression.error_feedback=none)."
+            )
     if compression.error_feedback != "none":
         state |= {"worker": jnp.zeros((chunks.hosts, chunks.size)), "owner": jnp.zeros(chunks.size)}
     if compression.error_feedback == "corrected":

@@ -360,9 +360,19 @@ def forgotten_key():
         (lambda: Compression(error_feedback="sparse"), "error_feedback must be one of vanilla, corrected, none"),
         (lambda: Compression(momentum=1.0), r"momentum must be in \[0, 1\); got 1.0"),
         (lambda: Devices(Compression(compressor=TopKEntries(k=500))).reduce(gradients(0)), "500"),
-        (lambda: Devices(Compression(compressor=RandomKEntries())), "compressor.scale=none, or error_feedback=none"),
-        (lambda: Devices(Compression(owner=RandomKEntries())), "owner.scale=none, or error_feedback=none"),
-        (lambda: Devices(Compression(compressor=LinearDithering(scale="l2"))), "residuals of long rows grow"),
+        (
+            lambda: Devices(Compression(compressor=RandomKEntries(scale="n/k"))),
+            "overshoot. Set scale='none' of it .--set strategy.compression.compressor.scale=none., or "
+            "error_feedback='none' .--set strategy.compression.error_feedback=none.",
+        ),
+        (
+            lambda: Devices(Compression(owner=RandomKEntries(scale="n/k"))),
+            "owner: random-k.*--set strategy.compression.owner.scale=none",
+        ),
+        (
+            lambda: Devices(Compression(compressor=LinearDithering(levels=5, scale="l2"))),
+            "of rows of 125 values would grow.*rows of 100 and more. Set scale='max'.*compressor.scale=max",
+        ),
         (lambda: forgotten_key(), "random-k, k=.* is random and needs a key"),
         (lambda: Compression(compressor=OneBit), r"compressor must be a compressor, such as OneBit\(\).*it is a class"),
         (lambda: Compression(owner="onebit"), "owner must be a compressor.*got 'onebit': it has no traits, check"),

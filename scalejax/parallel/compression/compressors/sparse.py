@@ -12,6 +12,7 @@ from scalejax.parallel.compression.compressors.casts import from_float16, to_flo
 from scalejax.parallel.compression.compressors.norms import finite
 from scalejax.parallel.compression.compressors.protocol import (
     Compressor,
+    Growth,
     Payload,
     Traits,
     check_count,
@@ -93,7 +94,12 @@ class RandomKEntries:
     @property
     def traits(self) -> Traits:
         """Unbiased if scaled; a key that all devices share."""
-        return Traits(f"random-k, k={self.k}", "shared", "unbiased" if self.scale == "n/k" else "biased")
+        growth, mean = None, "biased"
+        if self.scale == "n/k":
+            # E ||C(x) - x||^2 = (n/k - 1) ||x||^2.
+            rows = 2 * self.k if isinstance(self.k, int) else 1
+            growth, mean = Growth(rows, "values that are scaled by n/k overshoot", "scale", "none"), "unbiased"
+        return Traits(f"random-k, k={self.k}, scale {self.scale}", "shared", mean, growth)
 
     def check(self, n: int) -> None:
         """Refuses k > n."""
