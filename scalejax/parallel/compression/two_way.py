@@ -110,6 +110,11 @@ class Compression:
         return f"Compression({', '.join(f'{name}={value}' for name, value in said.items())})"
 
     @property
+    def of_workers(self) -> Compressor:
+        """The compressor of workers, scaled as the feedback wants it."""
+        return self._scaled(self.compressor)
+
+    @property
     def of_owners(self) -> Compressor:
         """The compressor of owners.
 
@@ -117,7 +122,12 @@ class Compression:
         """
         if self.owner is None and isinstance(self.compressor, RandomKEntries):
             return dataclasses.replace(self.compressor, scale="none")
-        return self.compressor if self.owner is None else self.owner
+        return self.of_workers if self.owner is None else self._scaled(self.owner)
+
+    def _scaled(self, compressor: Compressor) -> Compressor:
+        if isinstance(compressor, RandomKEntries) and compressor.scale == "by_feedback":
+            return dataclasses.replace(compressor, scale="n/k" if self.error_feedback == "none" else "none")
+        return compressor
 
 
 class Chunks(NamedTuple):
@@ -157,7 +167,7 @@ def initial(compression: Compression, values: int, hosts: int, local: int) -> St
     """
     state: State = {}
     chunks = Chunks.of(values, hosts, local)
-    for field, each in (("compressor", compression.compressor), ("owner", compression.of_owners)):
+    for field, each in (("compressor", compression.of_workers), ("owner", compression.of_owners)):
         each.check(chunks.size)
         growth = each.traits.growth
         if compression.error_feedback != "none" and growth is not None and chunks.size >= growth.rows:
@@ -223,12 +233,12 @@ def reduced(
     given = rows
     if "worker" in state:
         rows = rows + factor * state["worker"]
-    payload = compression.compressor.encode(rows, keys[0])
+    payload = compression.of_workers.encode(rows, keys[0])
     if "worker" in state:
-        new["worker"] = rows - compression.compressor.decode(payload, chunks.size, keys[0])
-    left_out = [_left_out(context, given, compression.compressor, payload, keys[0])]
+        new["worker"] = rows - compression.of_workers.decode(payload, chunks.size, keys[0])
+    left_out = [_left_out(context, given, compression.of_workers, payload, keys[0])]
     arrived = jax.tree.map(lambda x: jax.lax.all_to_all(x, slow, 0, 0, tiled=True), payload)
-    decode = functools.partial(_decode_row, compression.compressor, n=chunks.size, key=keys[0])
+    decode = functools.partial(_decode_row, compression.of_workers, n=chunks.size, key=keys[0])
     total = given = arrivals.summed(arrived, decode, chunks.size)
     if "owner" in state:
         total = total + factor * state["owner"]
@@ -331,7 +341,7 @@ def residual(state: Mapping[str, State]) -> jax.Array:
 def sent(compression: Compression, values: int, hosts: int, local: int) -> SentBytes:
     """Bytes that a device sends of a bucket: between hosts to owners and back, and within hosts before and after."""
     chunks = Chunks.of(values, hosts, local)
-    there, back = (each.payload_bytes(chunks.size) for each in (compression.compressor, compression.of_owners))
+    there, back = (each.payload_bytes(chunks.size) for each in (compression.of_workers, compression.of_owners))
     compressed = links.sent("all-to-all", hosts * there, hosts, 1) + links.sent("all-gather", hosts * back, hosts, 1)
     scattered, gathered = (links.sent(kind, 4 * chunks.values, 1, local) for kind in ("reduce-scatter", "all-gather"))
     return scattered + compressed + gathered
@@ -378,7 +388,7 @@ def _keys(
         return None, None
     if context is None:
         raise _no_key(compression)
-    kinds = [compressor.traits.keys for compressor in (compression.compressor, compression.of_owners)]
+    kinds = [compressor.traits.keys for compressor in (compression.of_workers, compression.of_owners)]
     key = jax.random.fold_in(context.key, number)
     found: list[jax.Array | None] = []
     for way, kind in enumerate(kinds):
@@ -390,12 +400,12 @@ def _keys(
 
 
 def _draws(compression: Compression) -> bool:
-    return any(each.traits.keys != "none" for each in (compression.compressor, compression.of_owners))
+    return any(each.traits.keys != "none" for each in (compression.of_workers, compression.of_owners))
 
 
 def _no_key(compression: Compression) -> UserError:
     named = next(
-        each.traits.name for each in (compression.compressor, compression.of_owners) if each.traits.keys != "none"
+        each.traits.name for each in (compression.of_workers, compression.of_owners) if each.traits.keys != "none"
     )
     return UserError(
         f"Compression: {named} is random and needs a key. Pass context=StepContext(step, key) to the gradients, or a "

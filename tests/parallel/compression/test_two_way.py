@@ -198,6 +198,16 @@ def test_random_places_travel_on_as_they_are_and_owners_have_no_errors():
     assert np.abs(np.asarray(devices.state["worker"])).max() > 0
 
 
+@pytest.mark.parametrize("owner", [None, RandomKEntries(k=3)])
+def test_random_places_are_scaled_by_what_the_feedback_needs(owner):
+    """Of the default scale: with feedback not at all, without it workers and owners of their own by n / k."""
+    for feedback, scale in (("vanilla", "none"), ("corrected", "none"), ("none", "n/k")):
+        compression = Compression(compressor=RandomKEntries(k=3), owner=owner, error_feedback=feedback)
+        two_way.initial(compression, N, 8, 1)
+        assert compression.of_workers == RandomKEntries(k=3, scale=scale)
+        assert compression.of_owners == RandomKEntries(k=3, scale="none" if owner is None else scale)
+
+
 @pytest.mark.default_cases("random")
 @pytest.mark.parametrize("compressor", [LinearDithering(levels=16), RandomKEntries(k=0.25)], ids=["linear", "random"])
 def test_what_is_right_on_average_needs_no_memory(compressor):

@@ -81,25 +81,26 @@ class RandomKEntries:
       values: What they travel as. Of float16 one that it has not makes the row NaN.
       scale: "n/k" makes what comes back unbiased, for use without error feedback; with "none"
         E ||C(x) - x||^2 = (1 - k/n) ||x||^2, for use with it, and where sums at the same places travel on.
+        "by_feedback" is what fits the error feedback of the `Compression` that it is part of; by itself "n/k".
     """
 
     k: int | float = 1 / 32
     values: Values = "float32"
-    scale: Literal["n/k", "none"] = "n/k"
+    scale: Literal["by_feedback", "n/k", "none"] = "by_feedback"
 
     def __post_init__(self) -> None:
         _check_k("RandomKEntries", self.k, self.values)
-        check_one_of("RandomKEntries: scale", self.scale, ("n/k", "none"))
+        check_one_of("RandomKEntries: scale", self.scale, ("by_feedback", "n/k", "none"))
 
     @property
     def traits(self) -> Traits:
         """Unbiased if scaled; a key that all devices share."""
         growth, mean = None, "biased"
-        if self.scale == "n/k":
+        if self.scale != "none":
             # E ||C(x) - x||^2 = (n/k - 1) ||x||^2.
             rows = 2 * self.k if isinstance(self.k, int) else 1
             growth, mean = Growth(rows, "values that are scaled by n/k overshoot", "scale", "none"), "unbiased"
-        return Traits(f"random-k, k={self.k}, scale {self.scale}", "shared", mean, growth)
+        return Traits(f"random-k, k={self.k}", "shared", mean, growth)
 
     def check(self, n: int) -> None:
         """Refuses k > n."""
@@ -115,7 +116,7 @@ class RandomKEntries:
         assert key is not None
         n = x.shape[1]
         chosen = x[:, self.places(n, key)]
-        if self.scale == "n/k":
+        if self.scale != "none":
             chosen = chosen * jnp.float32(n / _count(self.k, n))
         return {"values": _as(jnp.where(finite(x)[:, None], chosen, jnp.nan), self.values)}
 
