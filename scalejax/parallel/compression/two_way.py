@@ -25,6 +25,7 @@ Source: Zhong, Xie, Zheng, Lin, "Compressed Communication for Distributed Traini
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -32,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.errors import UserError, check_one_of, check_whole
 from scalejax.parallel import links
 from scalejax.parallel.compression import arrivals
 from scalejax.parallel.compression.compressors import (
@@ -87,18 +88,18 @@ class Compression:
     def __post_init__(self) -> None:
         check_one_of("Compression: error_feedback", self.error_feedback, get_args(ErrorFeedback))
         check_one_of("Compression: double_momentum", self.double_momentum, ("refuse", "allow"))
-        check_at_least("Compression: plain_below", self.plain_below, 0)
-        check_at_least("Compression: bucket_bytes", self.bucket_bytes, 1)
+        object.__setattr__(self, "plain_below", check_whole("Compression: plain_below", self.plain_below, 0))
+        object.__setattr__(self, "bucket_bytes", check_whole("Compression: bucket_bytes", self.bucket_bytes, 1))
         for field, compressor in (("compressor", self.compressor), ("owner", self.owner)):
             lacking = [name for name in _METHODS if not hasattr(compressor, name)]
-            if compressor is not None and (lacking or isinstance(compressor, type)):
+            if (compressor, field) != (None, "owner") and (lacking or isinstance(compressor, type)):
                 lacks = f"it has no {', '.join(lacking)}" if lacking else "it is a class"
                 raise UserError(
                     f"Compression: {field} must be a compressor, such as OneBit() or TopKEntries(k=0.01); got "
                     f"{compressor!r}: {lacks}. `compressors.protocol.Compressor` says what one of yours needs."
                 )
-        if not 0 <= self.momentum < 1:
-            raise UserError(f"Compression: momentum must be in [0, 1); got {self.momentum}.")
+        if not isinstance(self.momentum, numbers.Real) or not 0 <= self.momentum < 1:
+            raise UserError(f"Compression: momentum must be in [0, 1); got {self.momentum!r}.")
 
     def __str__(self) -> str:
         """The fields, the same in every process: compressors that do not say what they are go by their traits."""

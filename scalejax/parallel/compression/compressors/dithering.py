@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from scalejax.errors import UserError, check_one_of
+from scalejax.errors import check_one_of, check_whole
 from scalejax.numerics.stochastic import place_bits
 from scalejax.parallel.compression.compressors import levels as streams
 from scalejax.parallel.compression.compressors.norms import norm
@@ -34,8 +34,7 @@ class _Dithering:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         check_one_of(f"{owner}: scale", self.scale, ("max", "l2"))
-        if isinstance(self.levels, bool) or not isinstance(self.levels, int) or not 1 <= self.levels <= self._MOST:
-            raise UserError(f"{owner}: levels must be a whole number from 1 to {self._MOST}; got {self.levels!r}.")
+        object.__setattr__(self, "levels", check_whole(f"{owner}: levels", self.levels, 1, self._MOST))
 
     @property
     def traits(self) -> Traits:

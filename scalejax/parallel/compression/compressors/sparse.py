@@ -1,6 +1,7 @@
 """A few values of a row: the k largest (top-k), or k random ones (random-k). The others decode to zeros."""
 
 import dataclasses
+import numbers
 from typing import Literal
 
 import jax
@@ -40,7 +41,8 @@ class TopKEntries:
     values: Values = "float32"
 
     def __post_init__(self) -> None:
-        _check_k("TopKEntries", self.k, self.values)
+        check_one_of("TopKEntries: values", self.values, tuple(_BYTES))
+        object.__setattr__(self, "k", _whole_or_fraction("TopKEntries: k", self.k))
 
     @property
     def traits(self) -> Traits:
@@ -89,7 +91,8 @@ class RandomKEntries:
     scale: Literal["by_feedback", "n/k", "none"] = "by_feedback"
 
     def __post_init__(self) -> None:
-        _check_k("RandomKEntries", self.k, self.values)
+        check_one_of("RandomKEntries: values", self.values, tuple(_BYTES))
+        object.__setattr__(self, "k", _whole_or_fraction("RandomKEntries: k", self.k))
         check_one_of("RandomKEntries: scale", self.scale, ("by_feedback", "n/k", "none"))
 
     @property
@@ -137,10 +140,12 @@ def _count(k: int | float, n: int) -> int:
     return k if isinstance(k, int) else max(1, int(k * n + 1e-9))
 
 
-def _check_k(owner: str, k: int | float, values: str) -> None:
-    check_one_of(f"{owner}: values", values, tuple(_BYTES))
-    if isinstance(k, bool) or not (k >= 1 if isinstance(k, int) else 0 < k < 1):
-        raise UserError(f"{owner}: k must be a whole number of at least 1, or a fraction between 0 and 1; got {k!r}.")
+def _whole_or_fraction(name: str, k: object) -> int | float:
+    if isinstance(k, numbers.Real) and 0 < k < 1:
+        return float(k)
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 1:
+        raise UserError(f"{name} must be a whole number of at least 1, or a fraction between 0 and 1; got {k!r}.")
+    return int(k)
 
 
 def _check_row(compressor: Compressor, k: int | float, n: int) -> None:
