@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import jax
@@ -249,7 +249,7 @@ def reduced(
     left_out.append(_left_out(context, given[None], compression.of_owners, payload, keys[1]))
     gathered = jax.tree.map(lambda x: arrivals.gathered(x[0], slow), payload)
     whole = compression.of_owners.decode(gathered, chunks.size, keys[1]).ravel()
-    whole = jax.lax.all_gather(whole, fast, axis=0, tiled=True) if fast else whole
+    whole = jax.lax.all_gather(whole, fast, axis=0, tiled=True, to=arrivals.gathered_to(fast)) if fast else whole
     # The gathered sum is the same on all devices.
     finite = finite & jnp.isfinite(whole).all()
     if rate is not None:
@@ -422,9 +422,14 @@ def flat(arrays: Arrays) -> jax.Array:
     """float32[n] of arrays, concatenated.
 
     Raises:
-      UserError: one is of 64 bits.
+      UserError: one is of 64 bits, or of no real numbers.
     """
     for path, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise UserError(
+                f"Compression: the gradient of {path!r} is {x.dtype}, whose mean would be cut to it. Leave parameters "
+                "out that are no real numbers, or cast it to float32."
+            )
         if x.dtype == jnp.float64:
             raise UserError(
                 f"Compression: compressors take float32, and the gradient of {path!r} is float64. Keep master "
@@ -459,7 +464,16 @@ class GradientReduction:
           params: Pytree of arrays or shapes, as the gradients.
           hosts: Devices along the slow axes.
           local: Devices along the fast axes.
+
+        Raises:
+          UserError: counts that are none, `local` without fast axes, or what `initial` refuses.
         """
+        hosts, local = check_whole("init: hosts", hosts, 1), check_whole("init: local", local, 1)
+        if local > 1 and not self.fast:
+            raise UserError(
+                f"init: local={local} are devices along the axes `fast` of compress_gradients, and there are none. "
+                f"Leave local out: hosts are all devices along {self.slow}."
+            )
         values = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
         state = initial(self.compression, values, hosts, local)
         return {name: jnp.tile(x[None], (hosts * local, *(1 for _ in x.shape))) for name, x in state.items()}
@@ -471,16 +485,21 @@ class GradientReduction:
         key: jax.Array | None = None,
         learning_rate: jax.typing.ArrayLike | None = None,
     ) -> tuple["PyTree", "PyTree"]:
-        """The mean of gradients over all devices, and the next state; inside the shard_map.
+        """The mean of gradients over all devices, and the next state; inside the shard_map, whatever its check_vma.
 
         Args:
           gradients: Pytree of arrays of this device.
           state: What `init` made, as the shard_map gives it: [1, ...].
           key: PRNG key, the same on all devices and another one in every step; None where no compressor takes one.
           learning_rate: Of this step, for error_feedback="corrected".
+
+        Raises:
+          UserError: axes that the shard_map does not have, the state of other devices or parameters, gradients that
+            are no real numbers or were summed over devices already, no key where one is wanted.
         """
-        leaves, treedef = jax.tree.flatten(gradients)
-        named = {str(i): x for i, x in enumerate(leaves)}
+        leaves, treedef = jax.tree.flatten_with_path(gradients)
+        named = {jax.tree_util.keystr(path): x for path, x in leaves}
+        devices = self._checked(named, state)
         context = None
         if key is None and _draws(self.compression):
             raise _no_key(self.compression)
@@ -489,14 +508,44 @@ class GradientReduction:
             context = StepContext(jnp.int32(0), jax.random.key(0) if key is None else key, rate)
         total, state, _ = reduced(
             self.compression,
-            flat(named) / (_size(self.slow) * _size(self.fast)),
+            flat(named) / devices,
             {name: x[0] for name, x in state.items()},
             slow=self.slow,
             fast=self.fast,
             context=context,
         )
-        mean = [x.astype(like.dtype) for x, like in zip(apart(total, named).values(), leaves, strict=True)]
+        mean = [x.astype(like.dtype) for x, (_, like) in zip(apart(total, named).values(), leaves, strict=True)]
         return jax.tree.unflatten(treedef, mean), {name: x[None] for name, x in state.items()}
+
+    def _checked(self, gradients: Arrays, state: "PyTree") -> int:
+        """The number of devices. Refuses what `update` does."""
+        axes = (*self.slow, *self.fast)
+        try:
+            hosts, local = _size(self.slow), _size(self.fast)
+        except NameError as error:
+            raise UserError(
+                f"update: there is no mesh axis of one of the names {', '.join(axes)} here. Call it inside a shard_map "
+                "over these axes, or give compress_gradients those of yours."
+            ) from error
+        values = sum(x.size for x in gradients.values())
+        like = jax.eval_shape(lambda: initial(self.compression, values, hosts, local))
+        wanted = {name: [1, *x.shape] for name, x in like.items()}
+        given = {name: list(x.shape) for name, x in state.items()}
+        if given != wanted:
+            raise UserError(
+                f"update: the state has {given}; gradients of {values} values on this mesh want {wanted}. Make it "
+                f"with init(params, hosts={hosts}, local={local}), and shard its first axis over {', '.join(axes)}."
+            )
+        if arrivals.gathered_to(axes) == "invarying":
+            for path, x in gradients.items():
+                alike = [axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying]
+                if alike:
+                    raise UserError(
+                        f"update: the gradient of {path!r} is the same along {', '.join(alike)}: under check_vma=True "
+                        "jax.grad sums over devices that have the same parameters. Differentiate by "
+                        f'jax.lax.pcast(params, {axes}, to="varying"), or give the shard_map check_vma=False.'
+                    )
+        return hosts * local
 
 
 def compress_gradients(
@@ -505,18 +554,24 @@ def compress_gradients(
     owner: KnownCompressor | None = None,
     error_feedback: ErrorFeedback = "vanilla",
     momentum: float = 0.0,
-    axes: tuple[str, ...],
-    fast: tuple[str, ...] = (),
+    axes: str | Sequence[str],
+    fast: str | Sequence[str] = (),
 ) -> GradientReduction:
     """A compressed mean of gradients for a shard_map of one's own. All gradients are one bucket.
 
     Args:
       compressor, owner, error_feedback, momentum: As in `Compression`.
-      axes: Over which gradients are compressed.
+      axes: Over which gradients are compressed; one name, or several.
       fast: Over which they are summed uncompressed, before.
 
     Raises:
-      UserError: as `Compression`.
+      UserError: as `Compression`; no axes, or an axis twice.
     """
     compression = Compression(compressor=compressor, owner=owner, error_feedback=error_feedback, momentum=momentum)
-    return GradientReduction(compression=compression, slow=axes, fast=fast)
+    slow, quick = ((given,) if isinstance(given, str) else tuple(given) for given in (axes, fast))
+    if not slow or len({*slow, *quick}) < len(slow) + len(quick):
+        raise UserError(
+            f"compress_gradients: axes={axes!r} and fast={fast!r} must be different names, at least one of them in "
+            'axes. Name the axes of your shard_map: axes="data".'
+        )
+    return GradientReduction(compression=compression, slow=slow, fast=quick)

@@ -216,7 +216,7 @@ def test_residuals_of_what_is_refused_grow(name):
 
 def test_signs_of_size_one_never_catch_up_with_gradients_beyond_one():
     compression, given = Compression(compressor=OneBit(scale="none")), np.full((40, WORKERS, 64), 2, np.float32)
-    with pytest.raises(UserError, match="onebit, scale none.*scale='mean'"):
+    with pytest.raises(UserError, match=r"onebit, scale none.*scale='mean'"):
         two_way.initial(compression, WORKERS * ROW, WORKERS, 1)
     norms = remembered(compression, given)[2]
     np.testing.assert_allclose(np.diff(norms), norms[0], rtol=1e-5)

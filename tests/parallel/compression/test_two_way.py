@@ -14,6 +14,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.compression import two_way
 from scalejax.parallel.compression.compressors import (
+    Blocks,
     Fp16,
     Identity,
     LinearDithering,
@@ -396,5 +397,88 @@ def forgotten_key():
     ],
 )
 def test_what_does_not_go_is_refused(run, message):
+    with pytest.raises(UserError, match=message):
+        run()
+
+
+NODES = {"node": 2, "gpu": 4}
+
+
+def on_mesh(given, *, axes=("data",), fast=(), mesh=None, init=None, of=None, check_vma=True, **fields):
+    """What `update` returns of [8, ...] in a shard_map over a mesh of one's own, all gradients in one pytree."""
+    mesh = mesh or {"data": 8}
+    mesh = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh))
+    reduction = compress_gradients(**{"compressor": OneBit(), **fields}, axes=axes, fast=fast)
+    local = 1 if not fast else mesh.shape["gpu"]
+    of = jax.tree.map(lambda x: x[0], given) if of is None else of
+    state = reduction.init(of, **({"hosts": 8 // local, "local": local} if init is None else init))
+    over = P(mesh.axis_names)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(over, over), out_specs=(P(), over), check_vma=check_vma)
+    def run(given, state):
+        return reduction.update(jax.tree.map(lambda x: x[0], given), state, jax.random.key(0))
+
+    return jax.tree.map(np.asarray, jax.jit(run)(given, state))
+
+
+@pytest.mark.default_cases("onebit", "2x4")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"axes": ["data"], "compressor": TopKEntries(k=3)},
+        {"axes": "data", "compressor": RandomKEntries(k=0.2), "momentum": 0.5},
+        {"axes": "data", "compressor": LinearDithering(levels=5), "error_feedback": "none"},
+        {"axes": "data", "compressor": Blocks()},
+        {"axes": "node", "fast": "gpu", "mesh": NODES},
+        {"axes": "replica", "fast": "gpu", "mesh": {"replica": 2, "gpu": 4}},
+        {"axes": ("node", "gpu"), "mesh": NODES, "owner": Identity()},
+    ],
+    ids=["onebit", "topk", "randomk", "linear", "int4", "2x4", "replica", "owner"],
+)
+def test_a_shard_map_that_checks_what_varies_gets_the_same_bits(how):
+    given = {"b": gradients(0, 13), "w": gradients(1, 60).reshape(8, 6, 10)}
+    checked, unchecked = (on_mesh(given, **how, check_vma=check) for check in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, checked, unchecked)
+    assert np.abs(checked[0]["w"]).max() > 0
+
+
+def summed_already():
+    """The gradient of parameters that are the same on all devices, under check_vma=True."""
+    reduction = compress_gradients(OneBit(), axes="data")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    state = reduction.init({"w": jnp.zeros(20)}, hosts=8)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=(P(), P("data")))
+    def run(params, x, state):
+        return reduction.update(jax.grad(lambda p: (x[0] * p["w"]).sum())(params), state)
+
+    jax.eval_shape(run, {"w": jnp.zeros(20)}, jnp.ones((8, 20)), state)
+
+
+def of_twenty(**fields):
+    return on_mesh({"w": gradients(0, 20)}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: of_twenty(axes=()), "must be different names, at least one of them in axes"),
+        (lambda: of_twenty(axes="node", fast="node", mesh=NODES), "'node' must be different names"),
+        (lambda: of_twenty(axes="node"), "no mesh axis of one of the names node here"),
+        (
+            lambda: of_twenty(init={"hosts": 16}),
+            r"'worker': \[2, 16, 2\].*want .*'worker': \[1, 8, 3\].*hosts=8, local=1",
+        ),
+        (lambda: of_twenty(init={"hosts": 1, "local": 8}), "local=8 are devices along the axes `fast`.*there are none"),
+        (lambda: of_twenty(init={"hosts": 0}), "hosts must be a whole number of at least 1; got 0"),
+        (lambda: of_twenty(init={"hosts": 8, "local": None}), "local must be a whole number of at least 1; got None"),
+        (lambda: of_twenty(of={"w": jnp.zeros(200)}), r"'owner': \[1, 25\].*gradients of 20 values.*'owner': \[1, 3\]"),
+        (lambda: on_mesh({"n": np.ones((8, 20), np.int32)}), r"gradient of \"\['n'\]\" is int32"),
+        (lambda: on_mesh({}), "a row must have 1 to"),
+        (summed_already, r"the same along data: under check_vma=True.*pcast\(params, \('data',\), to=\"varying\"\)"),
+    ],
+)
+def test_what_does_not_go_in_a_loop_of_ones_own_is_refused(run, message):
     with pytest.raises(UserError, match=message):
         run()
