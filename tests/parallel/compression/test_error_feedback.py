@@ -193,6 +193,25 @@ def test_residuals_stay_bounded_of_every_compressor_that_feedback_takes(name):
     assert found[75:].mean() <= 1.15 * found[25:50].mean()
 
 
+MIXES = {"topk-onebit": (TopKEntries(k=0.05), OneBit()), "onebit-linear": (OneBit(), LinearDithering(levels=2))}
+
+
+@pytest.mark.default_cases("onebit", "topk", "linear-2", "natural-2", "topk-onebit")
+@pytest.mark.parametrize("name", [*FED_BACK, *MIXES])
+def test_what_was_applied_and_what_is_remembered_is_the_uncompressed_sum(name):
+    """At each of the first steps, up to the float32 roundings of sums and residuals."""
+    given = heavy_tailed()[:12]
+    if name in MIXES:
+        compressor, owner = MIXES[name]
+        totals, residuals, _ = remembered(Compression(compressor=compressor, owner=owner), given)
+    else:
+        totals, residuals = (x[:12] for x in of_heavy_tails(name)[:2])
+    exact = given.astype(np.float64).sum(1).cumsum(0)
+    missed = totals.cumsum(0) + residuals - exact
+    assert np.all(np.linalg.norm(missed, axis=1) <= 1e-6 * np.linalg.norm(exact, axis=1))
+    assert name == "identity" or np.linalg.norm(residuals[-1]) > 1e-5 * np.linalg.norm(exact[-1])
+
+
 GROWING = {
     "linear-1": (LinearDithering(levels=1), "compressor: linear dithering, 1 levels.*levels=2 "),
     "natural-1": (NaturalDithering(levels=1), "compressor: natural dithering, 1 levels.*levels=2 "),
