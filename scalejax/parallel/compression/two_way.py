@@ -86,6 +86,11 @@ class Compression:
     bucket_bytes: int = 4_096_000
 
     def __post_init__(self) -> None:
+        if self.error_feedback == "sparse":
+            raise UserError(
+                "Compression: error_feedback='sparse' of the released code is 'vanilla' here, with RandomKEntries and "
+                "no other owner. Set error_feedback='vanilla' (--set strategy.compression.error_feedback=vanilla)."
+            )
         check_one_of("Compression: error_feedback", self.error_feedback, get_args(ErrorFeedback))
         check_one_of("Compression: double_momentum", self.double_momentum, ("refuse", "allow"))
         object.__setattr__(self, "plain_below", check_whole("Compression: plain_below", self.plain_below, 0))

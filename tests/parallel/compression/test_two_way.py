@@ -368,7 +368,8 @@ def forgotten_key():
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: Compression(error_feedback="sparse"), "error_feedback must be one of vanilla, corrected, none"),
+        (lambda: Compression(error_feedback="dense"), "error_feedback must be one of vanilla, corrected, none"),
+        (lambda: Compression(error_feedback="sparse"), "is 'vanilla' here, with RandomKEntries and no other owner"),
         (lambda: Compression(momentum=1.0), r"momentum must be in \[0, 1\); got 1.0"),
         (lambda: Devices(Compression(compressor=TopKEntries(k=500))).reduce(gradients(0)), "500"),
         (
