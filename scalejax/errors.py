@@ -32,11 +32,12 @@ def check_at_least(name: str, value: float, least: float) -> None:
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> int:
     """The value as int; refuses what is no whole number, of NumPy or Python, and those beyond `least` and `most`."""
-    number = not isinstance(value, bool) and isinstance(value, numbers.Integral)
-    if not number or value < least or (most is not None and value > most):
-        wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise UserError(f"{name} must be a whole number {wanted}; got {value!r}.")
-    return int(value)
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        number = int(value)
+        if number >= least and (most is None or number <= most):
+            return number
+    wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise UserError(f"{name} must be a whole number {wanted}; got {value!r}.")
 
 
 def check_one_of(name: str, value: object, choices: Collection[object]) -> None:

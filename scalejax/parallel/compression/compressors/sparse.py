@@ -141,11 +141,11 @@ def _count(k: int | float, n: int) -> int:
 
 
 def _whole_or_fraction(name: str, k: object) -> int | float:
-    if isinstance(k, numbers.Real) and 0 < k < 1:
+    if not isinstance(k, bool) and isinstance(k, numbers.Integral) and int(k) >= 1:
+        return int(k)
+    if isinstance(k, numbers.Real) and 0 < float(k) < 1:
         return float(k)
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 1:
-        raise UserError(f"{name} must be a whole number of at least 1, or a fraction between 0 and 1; got {k!r}.")
-    return int(k)
+    raise UserError(f"{name} must be a whole number of at least 1, or a fraction between 0 and 1; got {k!r}.")
 
 
 def _check_row(compressor: Compressor, k: int | float, n: int) -> None:
