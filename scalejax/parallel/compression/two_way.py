@@ -502,12 +502,11 @@ class GradientReduction:
           UserError: axes that the shard_map does not have, the state of other devices or parameters, gradients that
             are no real numbers or were summed over devices already, no key where one is wanted.
         """
-        leaves, treedef = jax.tree.flatten_with_path(gradients)
-        named = {jax.tree_util.keystr(path): x for path, x in leaves}
-        devices = self._checked(named, state)
-        context = None
         if key is None and _draws(self.compression):
             raise _no_key(self.compression)
+        leaves, treedef = jax.tree.flatten_with_path(gradients)
+        named = {jax.tree_util.keystr(path): x for path, x in leaves}
+        devices, context = self._checked(named, state), None
         if key is not None or learning_rate is not None:
             rate = None if learning_rate is None else jnp.asarray(learning_rate, jnp.float32)
             context = StepContext(jnp.int32(0), jax.random.key(0) if key is None else key, rate)

@@ -417,7 +417,7 @@ def on_mesh(given, *, axes=("data",), fast=(), mesh=None, init=None, of=None, ch
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(over, over), out_specs=(P(), over), check_vma=check_vma)
     def run(given, state):
-        return reduction.update(jax.tree.map(lambda x: x[0], given), state, jax.random.key(0))
+        return reduction.update(jax.tree.map(lambda x: x[0], given), state, jax.random.key(0), 0.5)
 
     return jax.tree.map(np.asarray, jax.jit(run)(given, state))
 
@@ -427,7 +427,7 @@ def on_mesh(given, *, axes=("data",), fast=(), mesh=None, init=None, of=None, ch
     "how",
     [
         {},
-        {"axes": ["data"], "compressor": TopKEntries(k=3)},
+        {"axes": ["data"], "compressor": TopKEntries(k=3), "error_feedback": "corrected"},
         {"axes": "data", "compressor": RandomKEntries(k=0.2), "momentum": 0.5},
         {"axes": "data", "compressor": LinearDithering(levels=5), "error_feedback": "none"},
         {"axes": "data", "compressor": Blocks()},
