@@ -1,5 +1,6 @@
 """The exceptions that stand for a user's mistake, and the checks that many places make."""
 
+import numbers
 from collections.abc import Collection
 
 
@@ -27,6 +28,16 @@ def check_at_least(name: str, value: float, least: float) -> None:
     """Refuses a number below `least`, and NaN."""
     if not value >= least:
         raise UserError(f"{name} must be at least {least}; got {value}.")
+
+
+def check_whole(name: str, value: object, least: int, most: int | None = None) -> int:
+    """The value as int; refuses what is no whole number, of NumPy or Python, and those beyond `least` and `most`."""
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        number = int(value)
+        if number >= least and (most is None or number <= most):
+            return number
+    wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise UserError(f"{name} must be a whole number {wanted}; got {value!r}.")
 
 
 def check_one_of(name: str, value: object, choices: Collection[object]) -> None:

@@ -17,7 +17,7 @@ from scalejax.errors import UserError
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float, Int32
+    from jaxtyping import Float, Float32, Int32
 
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
@@ -64,6 +64,21 @@ def largest(values: "Float[Array, '*shape']", axes: tuple[int, ...], *, keepdims
     """
     found = jnp.max(float_bits(values) & MAGNITUDE, axis=axes, keepdims=keepdims, initial=0)
     return lax.bitcast_convert_type(found, jnp.float32)
+
+
+def largest_of_rows(values: "Float32[Array, 'rows n']") -> "Int32[Array, 'rows']":
+    """int32[rows], bits of the largest magnitude of each row, 0 of nothing; those of a NaN where there is one.
+
+    As `largest` along one axis, which long rows take seven times as long for: maxima of integers over 32 neighbours
+    become vector instructions on a CPU, over whole rows they do not.
+    """
+    magnitudes = lax.bitcast_convert_type(values, jnp.int32) & MAGNITUDE
+    padding = -values.shape[1] % 32
+    if padding:
+        magnitudes = jnp.pad(magnitudes, ((0, 0), (0, padding)))
+    some = jnp.max(magnitudes.reshape(values.shape[0], -1, 32), axis=2)
+    # Something between the two, lest they become one.
+    return jnp.max(jnp.minimum(some, NAN), axis=1, initial=0)
 
 
 def from_float16(half: "Int32[Array, '*shape']") -> "Int32[Array, '*shape']":

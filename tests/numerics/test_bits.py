@@ -31,6 +31,16 @@ def test_largest_magnitudes_are_those_of_numpy():
             np.testing.assert_array_equal(largest(broken, axes), wanted)
 
 
+@pytest.mark.compiled_as_users_do
+def test_largest_magnitudes_of_rows_are_those_of_numpy():
+    largest = jax.jit(bits.largest_of_rows)
+    for shape in ((1000, 128), (3, 20_001), (2, 5)):
+        x = np.random.default_rng(0).standard_t(2, shape).astype(np.float32)
+        x[0, 3], x[1, -1] = -np.inf, np.nan
+        np.testing.assert_array_equal(np.asarray(largest(x)).view(np.float32), np.abs(x).max(axis=1))
+    assert largest(np.zeros((3, 0), np.float32)).tolist() == [0, 0, 0]
+
+
 def broken_rows():
     rows = np.random.default_rng(1).standard_normal((500, 64)).astype(np.float32)
     rows[[3, 400], [60, 2]] = np.nan, np.inf

@@ -27,6 +27,7 @@ from scalejax.plan.compiled import collectives
 MESH = MeshShape(replica=2, fsdp=4)
 SHAPES = {"a": (64, 48), "b": (3, 5, 256), "c": (8, 3), "whole": (3,)}
 """Cut along the first dimension, the last, into few values, and not at all."""
+PLAIN = Fsdp(sharding="SHARD_GRAD_OP", form="explicit", accumulate="local")
 AS_IS = {"weights": "plain", "transform": "none", "fast_bits": 32, "slow_bits": 32, "param_dtype": None}
 
 
@@ -73,7 +74,7 @@ def reduced(strategy, mesh=None, **context):
 
 
 def test_without_rounding_one_level_is_the_plain_reduction_and_two_are_two_nested_ones():
-    plain = reduced(Fsdp(sharding="SHARD_GRAD_OP", form="explicit", accumulate="local"))
+    plain = reduced(PLAIN)
     one = reduced(Sdp4Bit(gradients="one_level", **AS_IS))
     two = reduced(Sdp4Bit(gradients="two_level", **AS_IS))
     given = heavy_tailed(2, 8)
@@ -87,12 +88,28 @@ def test_without_rounding_one_level_is_the_plain_reduction_and_two_are_two_neste
     assert any((one[path] != two[path]).any() for path in SHAPES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [MeshShape(replica=4, fsdp=2), MeshShape(replica=2, fsdp=2, expert=2)])
-def test_two_levels_without_rounding_on_other_meshes(shape):
-    two = reduced(Sdp4Bit(gradients="two_level", **AS_IS), make_mesh(shape))
-    for path, x in heavy_tailed(2, 8).items():
-        np.testing.assert_allclose(two[path], x.astype(np.float64).sum(0), rtol=1e-5, atol=1e-5)
+@pytest.mark.default_cases("2x4", "4x2")
+@pytest.mark.parametrize(
+    "shape",
+    [MESH, MeshShape(replica=4, fsdp=2), MeshShape(replica=2, fsdp=2, expert=2)],
+    ids=["2x4", "4x2", "2x2x2"],
+)
+def test_two_levels_without_rounding_are_the_flat_reduction(shape):
+    """Of whole numbers to the bit, else up to the order of float32 sums."""
+    mesh = make_mesh(shape)
+    found = {}
+    for kind, strategy in (("flat", PLAIN), ("two", Sdp4Bit(gradients="two_level", **AS_IS))):
+        run, params, given = prepared(strategy, mesh)
+        state = jax.jit(run.init_exchange)(params)
+        step = jax.jit(lambda p, g, s, run=run: run(p, g, exchange=s, context=context_of()).params)
+        whole = {path: jnp.rint(100 * x) for path, x in given.items()}
+        found[kind] = [jax.tree.map(np.asarray, step(params, g, state)) for g in (whole, given)]
+    (flat_whole, flat), (two_whole, two) = found["flat"], found["two"]
+    for path in SHAPES:
+        assert np.abs(two_whole[path]).max() > 100
+        np.testing.assert_array_equal(two_whole[path], flat_whole[path])
+        assert np.linalg.norm(two[path] - flat[path]) <= 1e-6 * np.linalg.norm(flat[path])
+    assert relative_error(two) < 1e-6
 
 
 def relative_error(found):
@@ -177,7 +194,7 @@ def test_what_rounding_leaves_out_is_the_error_of_the_sum_and_measuring_changes_
 
 def test_gradients_travel_as_they_are_before_a_step():
     strategy = Sdp4Bit(gradients="one_level", gradients_from_step=3, param_dtype=None)
-    plain = reduced(Fsdp(sharding="SHARD_GRAD_OP", form="explicit", accumulate="local"))
+    plain = reduced(PLAIN)
     before, after = reduced(strategy, step=2), reduced(strategy, step=3)
     for path in SHAPES:
         np.testing.assert_array_equal(before[path], plain[path])

@@ -9,6 +9,7 @@ from jax import lax
 from scalejax import compat
 from scalejax.kernels.group_quantize import values
 from scalejax.kernels.group_quantize.groups import IntGroups
+from scalejax.numerics import bits as float32
 
 _IN_CACHE = 2**14
 """Values that a CPU transforms at a time: all five stages then take no longer than one product by the matrix."""
@@ -20,7 +21,7 @@ def quantize(
 ) -> tuple[jax.Array, jax.Array]:
     """uint8[n bits / 8] and float32[n / size] of float32[n]; `seed` is uint32[]."""
     groups = (hadamard(x) if transform else x).reshape(-1, format.size)
-    scales, factor = values.scale_and_factor(_largest(groups), format.bits)
+    scales, factor = values.scale_and_factor(float32.largest_of_rows(groups)[:, None], format.bits)
     drawn = None
     if seed is not None:
         drawn = values.chance(seed, lax.iota(jnp.uint32, x.size).reshape(groups.shape))
@@ -76,14 +77,6 @@ def hadamard(x: jax.Array) -> jax.Array:
         filled = jnp.pad(flat, (0, -flat.size % _IN_CACHE)).reshape(-1, _IN_CACHE)
         return lax.map(_butterfly, filled).reshape(-1)[: flat.size].reshape(x.shape)
     return _butterfly(flat).reshape(x.shape)
-
-
-def _largest(groups: jax.Array) -> jax.Array:
-    """int32[groups, 1], bits of the largest magnitudes."""
-    # Of floats XLA's CPU threads lose NaN. Maxima of integers over 32 neighbours are vector instructions there, over
-    # more they are not; something between the two, lest they become one.
-    some = jnp.max(values.magnitude(groups).reshape(groups.shape[0], -1, 32), axis=2)
-    return jnp.max(jnp.minimum(some, values.NAN), axis=1, keepdims=True)
 
 
 def _decode(codes: jax.Array, scales: jax.Array, format: IntGroups) -> jax.Array:

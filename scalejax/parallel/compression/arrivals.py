@@ -1,7 +1,7 @@
 """Sums and all-gathers of messages from several devices, in their order."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,15 @@ def summed(arrived: Rows, decode: Callable[[Rows], jax.Array], n: int) -> jax.Ar
       n: Values of a row.
     """
     zeros = jnp.zeros(n, jnp.float32)
+    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrived)))
+    if varying:
+        zeros = jax.lax.pcast(zeros, tuple(varying), to="varying")
     return jax.lax.scan(lambda total, row: (total + decode(row), None), zeros, arrived)[0]
+
+
+def gathered_to(axes: tuple[str, ...]) -> Literal["varying", "invarying"]:
+    """`to` of an all_gather over the axes: "invarying" inside a shard_map with check_vma=True, which tracks it."""
+    return "invarying" if jax.typeof(jax.lax.axis_index(axes)).manual_axis_type.varying else "varying"
 
 
 def gathered(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -35,9 +43,9 @@ def gathered(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
       x: Of this device.
       axes: `replica` first, if it is among them.
     """
-    fast = tuple(axis for axis in axes if axis != SLOW_AXIS)
-    if fast == axes:
-        return jax.lax.all_gather(x, axes)
+    fast, to = tuple(axis for axis in axes if axis != SLOW_AXIS), gathered_to(axes)
+    if fast == axes or to == "invarying":  # what an all_to_all gives counts as varying
+        return jax.lax.all_gather(x, axes, to=to)
     hosts = jax.lax.axis_size(SLOW_AXIS)
     across = jax.lax.all_to_all(jnp.broadcast_to(x, (hosts, *x.shape)), SLOW_AXIS, 0, 0, tiled=True)
     if not fast:

@@ -25,14 +25,15 @@ Source: Zhong, Xie, Zheng, Lin, "Compressed Communication for Distributed Traini
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.errors import UserError, check_one_of, check_whole
 from scalejax.parallel import links
 from scalejax.parallel.compression import arrivals
 from scalejax.parallel.compression.compressors import (
@@ -85,20 +86,25 @@ class Compression:
     bucket_bytes: int = 4_096_000
 
     def __post_init__(self) -> None:
+        if self.error_feedback == "sparse":
+            raise UserError(
+                "Compression: error_feedback='sparse' of the released code is 'vanilla' here, with RandomKEntries and "
+                "no other owner. Set error_feedback='vanilla' (--set strategy.compression.error_feedback=vanilla)."
+            )
         check_one_of("Compression: error_feedback", self.error_feedback, get_args(ErrorFeedback))
         check_one_of("Compression: double_momentum", self.double_momentum, ("refuse", "allow"))
-        check_at_least("Compression: plain_below", self.plain_below, 0)
-        check_at_least("Compression: bucket_bytes", self.bucket_bytes, 1)
+        object.__setattr__(self, "plain_below", check_whole("Compression: plain_below", self.plain_below, 0))
+        object.__setattr__(self, "bucket_bytes", check_whole("Compression: bucket_bytes", self.bucket_bytes, 1))
         for field, compressor in (("compressor", self.compressor), ("owner", self.owner)):
             lacking = [name for name in _METHODS if not hasattr(compressor, name)]
-            if compressor is not None and (lacking or isinstance(compressor, type)):
+            if (compressor, field) != (None, "owner") and (lacking or isinstance(compressor, type)):
                 lacks = f"it has no {', '.join(lacking)}" if lacking else "it is a class"
                 raise UserError(
                     f"Compression: {field} must be a compressor, such as OneBit() or TopKEntries(k=0.01); got "
                     f"{compressor!r}: {lacks}. `compressors.protocol.Compressor` says what one of yours needs."
                 )
-        if not 0 <= self.momentum < 1:
-            raise UserError(f"Compression: momentum must be in [0, 1); got {self.momentum}.")
+        if not isinstance(self.momentum, numbers.Real) or not 0 <= self.momentum < 1:
+            raise UserError(f"Compression: momentum must be in [0, 1); got {self.momentum!r}.")
 
     def __str__(self) -> str:
         """The fields, the same in every process: compressors that do not say what they are go by their traits."""
@@ -110,6 +116,11 @@ class Compression:
         return f"Compression({', '.join(f'{name}={value}' for name, value in said.items())})"
 
     @property
+    def of_workers(self) -> Compressor:
+        """The compressor of workers, scaled as the feedback wants it."""
+        return self._scaled(self.compressor)
+
+    @property
     def of_owners(self) -> Compressor:
         """The compressor of owners.
 
@@ -117,7 +128,12 @@ class Compression:
         """
         if self.owner is None and isinstance(self.compressor, RandomKEntries):
             return dataclasses.replace(self.compressor, scale="none")
-        return self.compressor if self.owner is None else self.owner
+        return self.of_workers if self.owner is None else self._scaled(self.owner)
+
+    def _scaled(self, compressor: Compressor) -> Compressor:
+        if isinstance(compressor, RandomKEntries) and compressor.scale == "by_feedback":
+            return dataclasses.replace(compressor, scale="n/k" if self.error_feedback == "none" else "none")
+        return compressor
 
 
 class Chunks(NamedTuple):
@@ -150,28 +166,24 @@ without filling: other devices cut it otherwise."""
 
 
 def initial(compression: Compression, values: int, hosts: int, local: int) -> State:
-    """The state of a bucket on a device before the first step."""
-    feedback = compression.error_feedback
-    both = (
-        ("compressor", compression.compressor),
-        ("owner" if compression.owner else "compressor", compression.of_owners),
-    )
-    for field, each in both if feedback != "none" else ():
-        if isinstance(each, RandomKEntries) and each.scale == "n/k":
-            raise UserError(
-                "Compression: RandomKEntries(scale='n/k') is unbiased without feedback, and makes residuals grow "
-                f"with error_feedback={feedback!r}. Set {field}.scale=none, or error_feedback=none."
-            )
-        if isinstance(each, LinearDithering | NaturalDithering) and each.scale == "l2":
-            raise UserError(
-                f"Compression: {type(each).__name__}(scale='l2') is unbiased without feedback, and lets "
-                f"residuals of long rows grow with error_feedback={feedback!r}. Set {field}.scale=max, or "
-                "error_feedback=none."
-            )
+    """The state of a bucket on a device before the first step.
+
+    Raises:
+      UserError: rows that a compressor cannot compress, or whose residuals it would let grow (`Traits.growth`).
+    """
     state: State = {}
     chunks = Chunks.of(values, hosts, local)
-    for each in (compression.compressor, compression.of_owners):
+    for field, each in (("compressor", compression.of_workers), ("owner", compression.of_owners)):
         each.check(chunks.size)
+        growth = each.traits.growth
+        if compression.error_feedback != "none" and growth is not None and chunks.size >= growth.rows:
+            field = "compressor" if compression.owner is None else field
+            raise UserError(
+                f"Compression: {field}: {each.traits.name}, with error_feedback={compression.error_feedback!r}: "
+                f"residuals of rows of {chunks.size} values would grow without bound, because {growth.why}. Set "
+                f"{growth.field}={growth.value!r} of it (--set strategy.compression.{field}.{growth.field}="
+                f"{growth.value}), or error_feedback='none' (--set strategy.compression.error_feedback=none)."
+            )
     if compression.error_feedback != "none":
         state |= {"worker": jnp.zeros((chunks.hosts, chunks.size)), "owner": jnp.zeros(chunks.size)}
     if compression.error_feedback == "corrected":
@@ -227,12 +239,12 @@ def reduced(
     given = rows
     if "worker" in state:
         rows = rows + factor * state["worker"]
-    payload = compression.compressor.encode(rows, keys[0])
+    payload = compression.of_workers.encode(rows, keys[0])
     if "worker" in state:
-        new["worker"] = rows - compression.compressor.decode(payload, chunks.size, keys[0])
-    left_out = [_left_out(context, given, compression.compressor, payload, keys[0])]
+        new["worker"] = rows - compression.of_workers.decode(payload, chunks.size, keys[0])
+    left_out = [_left_out(context, given, compression.of_workers, payload, keys[0])]
     arrived = jax.tree.map(lambda x: jax.lax.all_to_all(x, slow, 0, 0, tiled=True), payload)
-    decode = functools.partial(_decode_row, compression.compressor, n=chunks.size, key=keys[0])
+    decode = functools.partial(_decode_row, compression.of_workers, n=chunks.size, key=keys[0])
     total = given = arrivals.summed(arrived, decode, chunks.size)
     if "owner" in state:
         total = total + factor * state["owner"]
@@ -242,7 +254,7 @@ def reduced(
     left_out.append(_left_out(context, given[None], compression.of_owners, payload, keys[1]))
     gathered = jax.tree.map(lambda x: arrivals.gathered(x[0], slow), payload)
     whole = compression.of_owners.decode(gathered, chunks.size, keys[1]).ravel()
-    whole = jax.lax.all_gather(whole, fast, axis=0, tiled=True) if fast else whole
+    whole = jax.lax.all_gather(whole, fast, axis=0, tiled=True, to=arrivals.gathered_to(fast)) if fast else whole
     # The gathered sum is the same on all devices.
     finite = finite & jnp.isfinite(whole).all()
     if rate is not None:
@@ -335,7 +347,7 @@ def residual(state: Mapping[str, State]) -> jax.Array:
 def sent(compression: Compression, values: int, hosts: int, local: int) -> SentBytes:
     """Bytes that a device sends of a bucket: between hosts to owners and back, and within hosts before and after."""
     chunks = Chunks.of(values, hosts, local)
-    there, back = (each.payload_bytes(chunks.size) for each in (compression.compressor, compression.of_owners))
+    there, back = (each.payload_bytes(chunks.size) for each in (compression.of_workers, compression.of_owners))
     compressed = links.sent("all-to-all", hosts * there, hosts, 1) + links.sent("all-gather", hosts * back, hosts, 1)
     scattered, gathered = (links.sent(kind, 4 * chunks.values, 1, local) for kind in ("reduce-scatter", "all-gather"))
     return scattered + compressed + gathered
@@ -382,7 +394,7 @@ def _keys(
         return None, None
     if context is None:
         raise _no_key(compression)
-    kinds = [compressor.traits.keys for compressor in (compression.compressor, compression.of_owners)]
+    kinds = [compressor.traits.keys for compressor in (compression.of_workers, compression.of_owners)]
     key = jax.random.fold_in(context.key, number)
     found: list[jax.Array | None] = []
     for way, kind in enumerate(kinds):
@@ -394,12 +406,12 @@ def _keys(
 
 
 def _draws(compression: Compression) -> bool:
-    return any(each.traits.keys != "none" for each in (compression.compressor, compression.of_owners))
+    return any(each.traits.keys != "none" for each in (compression.of_workers, compression.of_owners))
 
 
 def _no_key(compression: Compression) -> UserError:
     named = next(
-        each.traits.name for each in (compression.compressor, compression.of_owners) if each.traits.keys != "none"
+        each.traits.name for each in (compression.of_workers, compression.of_owners) if each.traits.keys != "none"
     )
     return UserError(
         f"Compression: {named} is random and needs a key. Pass context=StepContext(step, key) to the gradients, or a "
@@ -415,9 +427,14 @@ def flat(arrays: Arrays) -> jax.Array:
     """float32[n] of arrays, concatenated.
 
     Raises:
-      UserError: one is of 64 bits.
+      UserError: one is of 64 bits, or of no real numbers.
     """
     for path, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise UserError(
+                f"Compression: the gradient of {path!r} is {x.dtype}, whose mean would be cut to it. Leave parameters "
+                "out that are no real numbers, or cast it to float32."
+            )
         if x.dtype == jnp.float64:
             raise UserError(
                 f"Compression: compressors take float32, and the gradient of {path!r} is float64. Keep master "
@@ -452,7 +469,16 @@ class GradientReduction:
           params: Pytree of arrays or shapes, as the gradients.
           hosts: Devices along the slow axes.
           local: Devices along the fast axes.
+
+        Raises:
+          UserError: counts that are none, `local` without fast axes, or what `initial` refuses.
         """
+        hosts, local = check_whole("init: hosts", hosts, 1), check_whole("init: local", local, 1)
+        if local > 1 and not self.fast:
+            raise UserError(
+                f"init: local={local} are devices along the axes `fast` of compress_gradients, and there are none. "
+                f"Leave local out: hosts are all devices along {self.slow}."
+            )
         values = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
         state = initial(self.compression, values, hosts, local)
         return {name: jnp.tile(x[None], (hosts * local, *(1 for _ in x.shape))) for name, x in state.items()}
@@ -464,32 +490,66 @@ class GradientReduction:
         key: jax.Array | None = None,
         learning_rate: jax.typing.ArrayLike | None = None,
     ) -> tuple["PyTree", "PyTree"]:
-        """The mean of gradients over all devices, and the next state; inside the shard_map.
+        """The mean of gradients over all devices, and the next state; inside the shard_map, whatever its check_vma.
 
         Args:
           gradients: Pytree of arrays of this device.
           state: What `init` made, as the shard_map gives it: [1, ...].
           key: PRNG key, the same on all devices and another one in every step; None where no compressor takes one.
           learning_rate: Of this step, for error_feedback="corrected".
+
+        Raises:
+          UserError: axes that the shard_map does not have, the state of other devices or parameters, gradients that
+            are no real numbers or were summed over devices already, no key where one is wanted.
         """
-        leaves, treedef = jax.tree.flatten(gradients)
-        named = {str(i): x for i, x in enumerate(leaves)}
-        context = None
         if key is None and _draws(self.compression):
             raise _no_key(self.compression)
+        leaves, treedef = jax.tree.flatten_with_path(gradients)
+        named = {jax.tree_util.keystr(path): x for path, x in leaves}
+        devices, context = self._checked(named, state), None
         if key is not None or learning_rate is not None:
             rate = None if learning_rate is None else jnp.asarray(learning_rate, jnp.float32)
             context = StepContext(jnp.int32(0), jax.random.key(0) if key is None else key, rate)
         total, state, _ = reduced(
             self.compression,
-            flat(named) / (_size(self.slow) * _size(self.fast)),
+            flat(named) / devices,
             {name: x[0] for name, x in state.items()},
             slow=self.slow,
             fast=self.fast,
             context=context,
         )
-        mean = [x.astype(like.dtype) for x, like in zip(apart(total, named).values(), leaves, strict=True)]
+        mean = [x.astype(like.dtype) for x, (_, like) in zip(apart(total, named).values(), leaves, strict=True)]
         return jax.tree.unflatten(treedef, mean), {name: x[None] for name, x in state.items()}
+
+    def _checked(self, gradients: Arrays, state: "PyTree") -> int:
+        """The number of devices. Refuses what `update` does."""
+        axes = (*self.slow, *self.fast)
+        try:
+            hosts, local = _size(self.slow), _size(self.fast)
+        except NameError as error:
+            raise UserError(
+                f"update: there is no mesh axis of one of the names {', '.join(axes)} here. Call it inside a shard_map "
+                "over these axes, or give compress_gradients those of yours."
+            ) from error
+        values = sum(x.size for x in gradients.values())
+        like = jax.eval_shape(lambda: initial(self.compression, values, hosts, local))
+        wanted = {name: [1, *x.shape] for name, x in like.items()}
+        given = {name: list(x.shape) for name, x in state.items()}
+        if given != wanted:
+            raise UserError(
+                f"update: the state has {given}; gradients of {values} values on this mesh want {wanted}. Make it "
+                f"with init(params, hosts={hosts}, local={local}), and shard its first axis over {', '.join(axes)}."
+            )
+        if arrivals.gathered_to(axes) == "invarying":
+            for path, x in gradients.items():
+                alike = [axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying]
+                if alike:
+                    raise UserError(
+                        f"update: the gradient of {path!r} is the same along {', '.join(alike)}: under check_vma=True "
+                        "jax.grad sums over devices that have the same parameters. Differentiate by "
+                        f'jax.lax.pcast(params, {axes}, to="varying"), or give the shard_map check_vma=False.'
+                    )
+        return hosts * local
 
 
 def compress_gradients(
@@ -498,18 +558,24 @@ def compress_gradients(
     owner: KnownCompressor | None = None,
     error_feedback: ErrorFeedback = "vanilla",
     momentum: float = 0.0,
-    axes: tuple[str, ...],
-    fast: tuple[str, ...] = (),
+    axes: str | Sequence[str],
+    fast: str | Sequence[str] = (),
 ) -> GradientReduction:
     """A compressed mean of gradients for a shard_map of one's own. All gradients are one bucket.
 
     Args:
       compressor, owner, error_feedback, momentum: As in `Compression`.
-      axes: Over which gradients are compressed.
+      axes: Over which gradients are compressed; one name, or several.
       fast: Over which they are summed uncompressed, before.
 
     Raises:
-      UserError: as `Compression`.
+      UserError: as `Compression`; no axes, or an axis twice.
     """
     compression = Compression(compressor=compressor, owner=owner, error_feedback=error_feedback, momentum=momentum)
-    return GradientReduction(compression=compression, slow=axes, fast=fast)
+    slow, quick = ((given,) if isinstance(given, str) else tuple(given) for given in (axes, fast))
+    if not slow or len({*slow, *quick}) < len(slow) + len(quick):
+        raise UserError(
+            f"compress_gradients: axes={axes!r} and fast={fast!r} must be different names, at least one of them in "
+            'axes. Name the axes of your shard_map: axes="data".'
+        )
+    return GradientReduction(compression=compression, slow=slow, fast=quick)

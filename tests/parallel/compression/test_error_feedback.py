@@ -4,15 +4,28 @@ Eight workers are a vmap with the name of the mesh axis, which takes a hundredth
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalejax.errors import UserError
 from scalejax.parallel.compression import two_way
-from scalejax.parallel.compression.compressors import OneBit, TopKEntries, Traits
+from scalejax.parallel.compression.compressors import (
+    Blocks,
+    Fp16,
+    Identity,
+    LinearDithering,
+    NaturalDithering,
+    OneBit,
+    RandomKEntries,
+    TopKEntries,
+    Traits,
+)
 from scalejax.parallel.compression.two_way import Compression
+from scalejax.parallel.gradients.blocks import StepContext
 
 WORKERS, N = 8, 64
 
@@ -109,3 +122,120 @@ def test_what_is_small_beside_what_cancels_stays_at_the_start_for_ever_without_f
         found[feedback] = np.asarray(run(jnp.int32(600))[0])[~apart]
     assert np.abs(found["vanilla"] - 1).max() < 0.3
     assert np.all(found["none"] == 0)
+
+
+STEPS, ROW = 100, 256
+FED_BACK = {
+    "identity": Identity(),
+    "fp16": Fp16(),
+    "onebit": OneBit(),
+    "onebit-l2": OneBit(scale="l2"),
+    "topk": TopKEntries(k=0.05),
+    "randomk": RandomKEntries(k=0.1, scale="none"),
+    "linear-2": LinearDithering(levels=2),
+    "linear-3": LinearDithering(levels=3),
+    "linear-l2": LinearDithering(levels=9, scale="l2"),  # rows of 4 * 9^2 = 324 are refused
+    "natural-2": NaturalDithering(levels=2),
+    "natural-3": NaturalDithering(levels=3),
+    "natural-l2": NaturalDithering(levels=5, scale="l2"),
+    "int4": Blocks(format="int4:128"),
+    "mx4": Blocks(format="bdr_mx4", rounding="ties_to_even"),
+}
+"""Of each kind those that are nearest to the ones that feedback refuses."""
+
+
+@functools.cache
+def heavy_tailed():
+    """float32[STEPS, WORKERS, n]."""
+    return np.random.default_rng(0).standard_t(3, (STEPS, WORKERS, WORKERS * ROW)).astype(np.float32)
+
+
+def remembered(compression, given):
+    """(sums [steps, n], residuals by place [steps, n], their norms [steps]) of gradients [steps, WORKERS, n].
+
+    Whatever `two_way.initial` refuses is taken too.
+    """
+    size = given.shape[2] // WORKERS
+    start = {"worker": jnp.zeros((WORKERS, size)), "owner": jnp.zeros(size), "values": jnp.int32(given.shape[2])}
+
+    def local(rows):
+        def step(state, taken):
+            t, g = taken
+            context = StepContext(t, jax.random.fold_in(jax.random.key(0), t))
+            total, state, _ = two_way.reduced(
+                compression, g, state, slow=("replica",), fast=(), context=context, finite=jnp.bool_(True)
+            )
+            return state, (total, state["worker"], state["owner"])
+
+        return jax.lax.scan(step, start, (jnp.arange(len(rows)), rows))[1]
+
+    mapped = jax.jit(jax.vmap(local, in_axes=1, out_axes=1, axis_name="replica"))
+    totals, workers, owners = (np.asarray(x, np.float64) for x in mapped(jnp.asarray(given)))
+    norms = np.sqrt((workers**2).sum((1, 2, 3)) + (owners**2).sum((1, 2)))
+    return totals[:, 0], (workers.sum(1) + owners).reshape(len(given), -1), norms
+
+
+@functools.cache
+def of_heavy_tails(name):
+    return remembered(Compression(compressor=FED_BACK[name]), heavy_tailed())
+
+
+def over_gradients(norms, given):
+    return norms / np.linalg.norm(given.astype(np.float64).sum(1), axis=1)
+
+
+@pytest.mark.default_cases("onebit", "topk", "linear-2", "natural-2")
+@pytest.mark.parametrize("name", FED_BACK)
+def test_residuals_stay_bounded_of_every_compressor_that_feedback_takes(name):
+    two_way.initial(Compression(compressor=FED_BACK[name]), WORKERS * ROW, WORKERS, 1)
+    found = over_gradients(of_heavy_tails(name)[2], heavy_tailed())
+    assert found.max() < 8
+    assert found[75:].mean() <= 1.15 * found[25:50].mean()
+
+
+MIXES = {"topk-onebit": (TopKEntries(k=0.05), OneBit()), "onebit-linear": (OneBit(), LinearDithering(levels=2))}
+
+
+@pytest.mark.default_cases("onebit", "topk", "linear-2", "natural-2", "topk-onebit")
+@pytest.mark.parametrize("name", [*FED_BACK, *MIXES])
+def test_what_was_applied_and_what_is_remembered_is_the_uncompressed_sum(name):
+    """At each of the first steps, up to the float32 roundings of sums and residuals."""
+    given = heavy_tailed()[:12]
+    if name in MIXES:
+        compressor, owner = MIXES[name]
+        totals, residuals, _ = remembered(Compression(compressor=compressor, owner=owner), given)
+    else:
+        totals, residuals = (x[:12] for x in of_heavy_tails(name)[:2])
+    exact = given.astype(np.float64).sum(1).cumsum(0)
+    missed = totals.cumsum(0) + residuals - exact
+    assert np.all(np.linalg.norm(missed, axis=1) <= 1e-6 * np.linalg.norm(exact, axis=1))
+    assert name == "identity" or np.linalg.norm(residuals[-1]) > 1e-5 * np.linalg.norm(exact[-1])
+
+
+GROWING = {
+    "linear-1": (LinearDithering(levels=1), "compressor: linear dithering, 1 levels.*levels=2 "),
+    "natural-1": (NaturalDithering(levels=1), "compressor: natural dithering, 1 levels.*levels=2 "),
+    "linear-l2": (LinearDithering(levels=7, scale="l2"), "rows of 196 and more.*scale='max'"),
+    "natural-l2": (NaturalDithering(levels=3, scale="l2"), "scale='max'"),
+    "randomk": (RandomKEntries(k=0.1, scale="n/k"), "scale='none'"),
+}
+
+
+@pytest.mark.default_cases("linear-1")
+@pytest.mark.parametrize("name", GROWING)
+def test_residuals_of_what_is_refused_grow(name):
+    compressor, message = GROWING[name]
+    compression, given = Compression(compressor=compressor), heavy_tailed()[:60]
+    with pytest.raises(UserError, match=message):
+        two_way.initial(compression, WORKERS * ROW, WORKERS, 1)
+    found = over_gradients(remembered(compression, given)[2], given)
+    assert found[-1] > 20
+    assert found[45:].mean() > 1.3 * found[20:30].mean()
+
+
+def test_signs_of_size_one_never_catch_up_with_gradients_beyond_one():
+    compression, given = Compression(compressor=OneBit(scale="none")), np.full((40, WORKERS, 64), 2, np.float32)
+    with pytest.raises(UserError, match=r"onebit, scale none.*scale='mean'"):
+        two_way.initial(compression, WORKERS * ROW, WORKERS, 1)
+    norms = remembered(compression, given)[2]
+    np.testing.assert_allclose(np.diff(norms), norms[0], rtol=1e-5)

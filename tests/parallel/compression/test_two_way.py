@@ -14,6 +14,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.compression import two_way
 from scalejax.parallel.compression.compressors import (
+    Blocks,
     Fp16,
     Identity,
     LinearDithering,
@@ -198,6 +199,16 @@ def test_random_places_travel_on_as_they_are_and_owners_have_no_errors():
     assert np.abs(np.asarray(devices.state["worker"])).max() > 0
 
 
+@pytest.mark.parametrize("owner", [None, RandomKEntries(k=3)])
+def test_random_places_are_scaled_by_what_the_feedback_needs(owner):
+    """Of the default scale: with feedback not at all, without it workers and owners of their own by n / k."""
+    for feedback, scale in (("vanilla", "none"), ("corrected", "none"), ("none", "n/k")):
+        compression = Compression(compressor=RandomKEntries(k=3), owner=owner, error_feedback=feedback)
+        two_way.initial(compression, N, 8, 1)
+        assert compression.of_workers == RandomKEntries(k=3, scale=scale)
+        assert compression.of_owners == RandomKEntries(k=3, scale="none" if owner is None else scale)
+
+
 @pytest.mark.default_cases("random")
 @pytest.mark.parametrize("compressor", [LinearDithering(levels=16), RandomKEntries(k=0.25)], ids=["linear", "random"])
 def test_what_is_right_on_average_needs_no_memory(compressor):
@@ -357,13 +368,29 @@ def forgotten_key():
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: Compression(error_feedback="sparse"), "error_feedback must be one of vanilla, corrected, none"),
+        (lambda: Compression(error_feedback="dense"), "error_feedback must be one of vanilla, corrected, none"),
+        (lambda: Compression(error_feedback="sparse"), "is 'vanilla' here, with RandomKEntries and no other owner"),
         (lambda: Compression(momentum=1.0), r"momentum must be in \[0, 1\); got 1.0"),
         (lambda: Devices(Compression(compressor=TopKEntries(k=500))).reduce(gradients(0)), "500"),
-        (lambda: Devices(Compression(compressor=RandomKEntries())), "compressor.scale=none, or error_feedback=none"),
-        (lambda: Devices(Compression(owner=RandomKEntries())), "owner.scale=none, or error_feedback=none"),
-        (lambda: Devices(Compression(compressor=LinearDithering(scale="l2"))), "residuals of long rows grow"),
+        (
+            lambda: Devices(Compression(compressor=RandomKEntries(scale="n/k"))),
+            "overshoot. Set scale='none' of it .--set strategy.compression.compressor.scale=none., or "
+            "error_feedback='none' .--set strategy.compression.error_feedback=none.",
+        ),
+        (
+            lambda: Devices(Compression(owner=RandomKEntries(scale="n/k"))),
+            "owner: random-k.*--set strategy.compression.owner.scale=none",
+        ),
+        (
+            lambda: Devices(Compression(compressor=LinearDithering(levels=5, scale="l2"))),
+            "of rows of 125 values would grow.*rows of 100 and more. Set scale='max'.*compressor.scale=max",
+        ),
         (lambda: forgotten_key(), "random-k, k=.* is random and needs a key"),
+        (lambda: Compression(momentum="0.5"), r"momentum must be in \[0, 1\); got '0.5'"),
+        (lambda: Compression(bucket_bytes=1.5), "bucket_bytes must be a whole number of at least 1; got 1.5"),
+        (lambda: Compression(plain_below=True), "plain_below must be a whole number of at least 0; got True"),
+        (lambda: Compression(bucket_bytes=0), "bucket_bytes must be a whole number of at least 1; got 0"),
+        (lambda: Compression(compressor=None), r"compressor must be a compressor.*got None: it has no traits, check"),
         (lambda: Compression(compressor=OneBit), r"compressor must be a compressor, such as OneBit\(\).*it is a class"),
         (lambda: Compression(owner="onebit"), "owner must be a compressor.*got 'onebit': it has no traits, check"),
         (lambda: compress_gradients(Compression(), axes=("data",)), "compressor must be a compressor.*has no traits"),
@@ -371,5 +398,88 @@ def forgotten_key():
     ],
 )
 def test_what_does_not_go_is_refused(run, message):
+    with pytest.raises(UserError, match=message):
+        run()
+
+
+NODES = {"node": 2, "gpu": 4}
+
+
+def on_mesh(given, *, axes=("data",), fast=(), mesh=None, init=None, of=None, check_vma=True, **fields):
+    """What `update` returns of [8, ...] in a shard_map over a mesh of one's own, all gradients in one pytree."""
+    mesh = mesh or {"data": 8}
+    mesh = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh))
+    reduction = compress_gradients(**{"compressor": OneBit(), **fields}, axes=axes, fast=fast)
+    local = 1 if not fast else mesh.shape["gpu"]
+    of = jax.tree.map(lambda x: x[0], given) if of is None else of
+    state = reduction.init(of, **({"hosts": 8 // local, "local": local} if init is None else init))
+    over = P(mesh.axis_names)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(over, over), out_specs=(P(), over), check_vma=check_vma)
+    def run(given, state):
+        return reduction.update(jax.tree.map(lambda x: x[0], given), state, jax.random.key(0), 0.5)
+
+    return jax.tree.map(np.asarray, jax.jit(run)(given, state))
+
+
+@pytest.mark.default_cases("onebit", "2x4")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"axes": ["data"], "compressor": TopKEntries(k=3), "error_feedback": "corrected"},
+        {"axes": "data", "compressor": RandomKEntries(k=0.2), "momentum": 0.5},
+        {"axes": "data", "compressor": LinearDithering(levels=5), "error_feedback": "none"},
+        {"axes": "data", "compressor": Blocks()},
+        {"axes": "node", "fast": "gpu", "mesh": NODES},
+        {"axes": "replica", "fast": "gpu", "mesh": {"replica": 2, "gpu": 4}},
+        {"axes": ("node", "gpu"), "mesh": NODES, "owner": Identity()},
+    ],
+    ids=["onebit", "topk", "randomk", "linear", "int4", "2x4", "replica", "owner"],
+)
+def test_a_shard_map_that_checks_what_varies_gets_the_same_bits(how):
+    given = {"b": gradients(0, 13), "w": gradients(1, 60).reshape(8, 6, 10)}
+    checked, unchecked = (on_mesh(given, **how, check_vma=check) for check in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, checked, unchecked)
+    assert np.abs(checked[0]["w"]).max() > 0
+
+
+def summed_already():
+    """The gradient of parameters that are the same on all devices, under check_vma=True."""
+    reduction = compress_gradients(OneBit(), axes="data")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    state = reduction.init({"w": jnp.zeros(20)}, hosts=8)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=(P(), P("data")))
+    def run(params, x, state):
+        return reduction.update(jax.grad(lambda p: (x[0] * p["w"]).sum())(params), state)
+
+    jax.eval_shape(run, {"w": jnp.zeros(20)}, jnp.ones((8, 20)), state)
+
+
+def of_twenty(**fields):
+    return on_mesh({"w": gradients(0, 20)}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: of_twenty(axes=()), "must be different names, at least one of them in axes"),
+        (lambda: of_twenty(axes="node", fast="node", mesh=NODES), "'node' must be different names"),
+        (lambda: of_twenty(axes="node"), "no mesh axis of one of the names node here"),
+        (
+            lambda: of_twenty(init={"hosts": 16}),
+            r"'worker': \[2, 16, 2\].*want .*'worker': \[1, 8, 3\].*hosts=8, local=1",
+        ),
+        (lambda: of_twenty(init={"hosts": 1, "local": 8}), "local=8 are devices along the axes `fast`.*there are none"),
+        (lambda: of_twenty(init={"hosts": 0}), "hosts must be a whole number of at least 1; got 0"),
+        (lambda: of_twenty(init={"hosts": 8, "local": None}), "local must be a whole number of at least 1; got None"),
+        (lambda: of_twenty(of={"w": jnp.zeros(200)}), r"'owner': \[1, 25\].*gradients of 20 values.*'owner': \[1, 3\]"),
+        (lambda: on_mesh({"n": np.ones((8, 20), np.int32)}), r"gradient of \"\['n'\]\" is int32"),
+        (lambda: on_mesh({}), "a row must have 1 to"),
+        (summed_already, r"the same along data: under check_vma=True.*pcast\(params, \('data',\), to=\"varying\"\)"),
+    ],
+)
+def test_what_does_not_go_in_a_loop_of_ones_own_is_refused(run, message):
     with pytest.raises(UserError, match=message):
         run()

@@ -33,13 +33,14 @@ from scalejax.parallel.compression.compressors.dithering import (
     entropy_coded_bytes,
 )
 from scalejax.parallel.compression.compressors.onebit import OneBit
-from scalejax.parallel.compression.compressors.protocol import Compressor, Keys, Payload, Traits
+from scalejax.parallel.compression.compressors.protocol import Compressor, Growth, Keys, Payload, Traits
 from scalejax.parallel.compression.compressors.sparse import RandomKEntries, TopKEntries
 
 __all__ = [
     "Blocks",
     "Compressor",
     "Fp16",
+    "Growth",
     "Identity",
     "Keys",
     "LinearDithering",

@@ -8,16 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from scalejax.errors import UserError, check_one_of
+from scalejax.errors import check_one_of, check_whole
 from scalejax.numerics.stochastic import place_bits
 from scalejax.parallel.compression.compressors import levels as streams
 from scalejax.parallel.compression.compressors.norms import norm
-from scalejax.parallel.compression.compressors.protocol import Compressor, Payload, Traits, check_count, check_values
+from scalejax.parallel.compression.compressors.protocol import (
+    Compressor,
+    Growth,
+    Payload,
+    Traits,
+    check_count,
+    check_values,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Dithering:
-    """What both have; `_MOST` and `_KIND` are theirs."""
+    """What both have; `_MOST`, `_KIND` and `_rows_under_l2` are theirs."""
 
     _MOST: ClassVar[int]
     _KIND: ClassVar[str]
@@ -27,13 +34,22 @@ class _Dithering:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         check_one_of(f"{owner}: scale", self.scale, ("max", "l2"))
-        if isinstance(self.levels, bool) or not isinstance(self.levels, int) or not 1 <= self.levels <= self._MOST:
-            raise UserError(f"{owner}: levels must be a whole number from 1 to {self._MOST}; got {self.levels!r}.")
+        object.__setattr__(self, "levels", check_whole(f"{owner}: levels", self.levels, 1, self._MOST))
 
     @property
     def traits(self) -> Traits:
         """Unbiased; each device with a key of its own."""
-        return Traits(f"{self._KIND} dithering, {self.levels} levels, scale {self.scale}", "own", "unbiased")
+        name = f"{self._KIND} dithering, {self.levels} levels, scale {self.scale}"
+        growth = None
+        if self.scale == "l2":
+            rows = self._rows_under_l2()
+            why = f"its levels lie further apart than the values of rows of {rows} and more"
+            growth = Growth(rows, why, "scale", "max")
+        elif self.levels == 1:
+            # More levels leave at most half of the largest magnitude, of which one can leave all, and on average more
+            # than the length of rows of 9.
+            growth = Growth(9, "between its levels lies all that rows hold", "levels", 2)
+        return Traits(name, "own", "unbiased", growth)
 
     def check(self, n: int) -> None:
         """Refuses empty rows."""
@@ -42,6 +58,10 @@ class _Dithering:
     def payload_bytes(self, n: int) -> int:
         """Bits of 2 s for each value, and four."""
         return streams.packed_bytes(n, (2 * self.levels).bit_length()) + 4
+
+    def _rows_under_l2(self) -> int:
+        """The shortest rows with E ||C(x) - x||^2 >= ||x||^2 for some x, under scale="l2"."""
+        raise NotImplementedError
 
     def _packed(self, level: jax.Array) -> jax.Array:
         return streams.pack(level + self.levels, (2 * self.levels).bit_length())
@@ -82,6 +102,9 @@ class LinearDithering(_Dithering):
         """int32[rows, n], -s to s."""
         return self._unpacked(payload["levels"], n)
 
+    def _rows_under_l2(self) -> int:
+        return 4 * self.levels**2  # all values half-way to the first level
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NaturalDithering(_Dithering):
@@ -120,6 +143,9 @@ class NaturalDithering(_Dithering):
         """int32[rows, n]: 0 and powers of two up to 2^(s-1), with signs."""
         place = self._unpacked(payload["levels"], n)
         return jnp.sign(place) * ((1 << jnp.abs(place)) >> 1)
+
+    def _rows_under_l2(self) -> int:
+        return 4**self.levels * 63 // 64  # one value a third of its way between two levels, all others below the first
 
 
 def entropy_coded_bytes(levels: npt.ArrayLike) -> int:

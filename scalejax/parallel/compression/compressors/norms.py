@@ -1,8 +1,4 @@
-"""The largest magnitude of each row, its length, and whether it is finite.
-
-Maxima of integers over 32 neighbours become vector instructions on a CPU; maxima of floats, over whole rows, or over
-rows in one reduction do not, and take seven times as long.
-"""
+"""The largest magnitude of each row, its length, and whether it is finite."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -27,12 +23,12 @@ def magnitude_groups(x: "Float32[Array, 'rows n']", size: int) -> "Int32[Array, 
 
 def finite(x: "Float32[Array, 'rows n']") -> "Bool[Array, 'rows']":
     """bool[rows]: whether all values of a row are numbers."""
-    return _largest(x) < float32.INFINITY
+    return float32.largest_of_rows(x) < float32.INFINITY
 
 
 def norm(x: "Float32[Array, 'rows n']", kind: Literal["max", "l2"]) -> "Float32[Array, 'rows']":
     """float32[rows]: the largest magnitude or the Euclidean length of each row; NaN where that is not finite."""
-    largest = _largest(x)
+    largest = float32.largest_of_rows(x)
     value = jax.lax.bitcast_convert_type(largest, jnp.float32)
     if kind == "l2":
         # Under a power of two near the largest, so that no square overflows and few vanish.
@@ -40,10 +36,3 @@ def norm(x: "Float32[Array, 'rows n']", kind: Literal["max", "l2"]) -> "Float32[
         factor = jax.lax.bitcast_convert_type(exponent, jnp.float32)
         value = jnp.sqrt(jnp.sum(jnp.square(x * factor[:, None]), axis=1)) / factor
     return jnp.where(jnp.isfinite(value), value, jnp.nan)
-
-
-def _largest(x: jax.Array) -> jax.Array:
-    """int32[rows], bits."""
-    groups = jnp.max(magnitude_groups(x, 32), axis=2)
-    # Something between the two, lest they become one.
-    return jnp.max(jnp.minimum(groups, float32.INFINITY), axis=1, initial=0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from scalejax.errors import check_one_of
 from scalejax.parallel.compression.compressors import levels
 from scalejax.parallel.compression.compressors.norms import norm
-from scalejax.parallel.compression.compressors.protocol import Payload, Traits, check_count, check_values
+from scalejax.parallel.compression.compressors.protocol import Growth, Payload, Traits, check_count, check_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,11 @@ class OneBit:
 
     @property
     def traits(self) -> Traits:
-        """Biased."""
-        return Traits(f"onebit, scale {self.scale}", "none", "biased")
+        """Biased; without a scale a value is no nearer than one away."""
+        growth = None
+        if self.scale == "none":
+            growth = Growth(1, "it sends ones, which never catch up with gradients beyond 1", "scale", "mean")
+        return Traits(f"onebit, scale {self.scale}", "none", "biased", growth)
 
     def check(self, n: int) -> None:
         """Refuses empty rows."""

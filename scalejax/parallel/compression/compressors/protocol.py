@@ -23,6 +23,21 @@ MOST_VALUES = 2**30
 """Of a row: places are int32, padding included."""
 
 
+class Growth(NamedTuple):
+    """Why residuals can grow without bound under error feedback: C(x) - x is no shorter than x, in any norm.
+
+    Attributes:
+      rows: Of so many values and more.
+      why: The reason, for messages.
+      field, value: The setting of the compressor with which it has a bound.
+    """
+
+    rows: int
+    why: str
+    field: str
+    value: str | int
+
+
 class Traits(NamedTuple):
     """What an exchange reads before it compresses.
 
@@ -31,11 +46,14 @@ class Traits(NamedTuple):
       keys: Which keys `encode` and `decode` want.
       mean: Whether decoded values are unbiased over keys, up to float32 roundings; "biased" compressors need error
         feedback.
+      growth: Why it cannot have error feedback; None = it can, for ||C(x) - x|| <= q ||x|| with a q < 1, on average or
+        always, so that residuals are never longer than q / (1 - q) of the longest gradient.
     """
 
     name: str
     keys: Keys
     mean: Literal["biased", "unbiased"]
+    growth: Growth | None = None
 
 
 class Compressor(Protocol):

@@ -1,6 +1,7 @@
 """A few values of a row: the k largest (top-k), or k random ones (random-k). The others decode to zeros."""
 
 import dataclasses
+import numbers
 from typing import Literal
 
 import jax
@@ -12,6 +13,7 @@ from scalejax.parallel.compression.compressors.casts import from_float16, to_flo
 from scalejax.parallel.compression.compressors.norms import finite
 from scalejax.parallel.compression.compressors.protocol import (
     Compressor,
+    Growth,
     Payload,
     Traits,
     check_count,
@@ -39,7 +41,8 @@ class TopKEntries:
     values: Values = "float32"
 
     def __post_init__(self) -> None:
-        _check_k("TopKEntries", self.k, self.values)
+        check_one_of("TopKEntries: values", self.values, tuple(_BYTES))
+        object.__setattr__(self, "k", _whole_or_fraction("TopKEntries: k", self.k))
 
     @property
     def traits(self) -> Traits:
@@ -80,20 +83,27 @@ class RandomKEntries:
       values: What they travel as. Of float16 one that it has not makes the row NaN.
       scale: "n/k" makes what comes back unbiased, for use without error feedback; with "none"
         E ||C(x) - x||^2 = (1 - k/n) ||x||^2, for use with it, and where sums at the same places travel on.
+        "by_feedback" is what fits the error feedback of the `Compression` that it is part of; by itself "n/k".
     """
 
     k: int | float = 1 / 32
     values: Values = "float32"
-    scale: Literal["n/k", "none"] = "n/k"
+    scale: Literal["by_feedback", "n/k", "none"] = "by_feedback"
 
     def __post_init__(self) -> None:
-        _check_k("RandomKEntries", self.k, self.values)
-        check_one_of("RandomKEntries: scale", self.scale, ("n/k", "none"))
+        check_one_of("RandomKEntries: values", self.values, tuple(_BYTES))
+        object.__setattr__(self, "k", _whole_or_fraction("RandomKEntries: k", self.k))
+        check_one_of("RandomKEntries: scale", self.scale, ("by_feedback", "n/k", "none"))
 
     @property
     def traits(self) -> Traits:
         """Unbiased if scaled; a key that all devices share."""
-        return Traits(f"random-k, k={self.k}", "shared", "unbiased" if self.scale == "n/k" else "biased")
+        growth, mean = None, "biased"
+        if self.scale != "none":
+            # E ||C(x) - x||^2 = (n/k - 1) ||x||^2.
+            rows = 2 * self.k if isinstance(self.k, int) else 1
+            growth, mean = Growth(rows, "values that are scaled by n/k overshoot", "scale", "none"), "unbiased"
+        return Traits(f"random-k, k={self.k}", "shared", mean, growth)
 
     def check(self, n: int) -> None:
         """Refuses k > n."""
@@ -109,7 +119,7 @@ class RandomKEntries:
         assert key is not None
         n = x.shape[1]
         chosen = x[:, self.places(n, key)]
-        if self.scale == "n/k":
+        if self.scale != "none":
             chosen = chosen * jnp.float32(n / _count(self.k, n))
         return {"values": _as(jnp.where(finite(x)[:, None], chosen, jnp.nan), self.values)}
 
@@ -130,10 +140,12 @@ def _count(k: int | float, n: int) -> int:
     return k if isinstance(k, int) else max(1, int(k * n + 1e-9))
 
 
-def _check_k(owner: str, k: int | float, values: str) -> None:
-    check_one_of(f"{owner}: values", values, tuple(_BYTES))
-    if isinstance(k, bool) or not (k >= 1 if isinstance(k, int) else 0 < k < 1):
-        raise UserError(f"{owner}: k must be a whole number of at least 1, or a fraction between 0 and 1; got {k!r}.")
+def _whole_or_fraction(name: str, k: object) -> int | float:
+    if not isinstance(k, bool) and isinstance(k, numbers.Integral) and int(k) >= 1:
+        return int(k)
+    if isinstance(k, numbers.Real) and 0 < float(k) < 1:
+        return float(k)
+    raise UserError(f"{name} must be a whole number of at least 1, or a fraction between 0 and 1; got {k!r}.")
 
 
 def _check_row(compressor: Compressor, k: int | float, n: int) -> None:

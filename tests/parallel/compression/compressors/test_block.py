@@ -33,9 +33,9 @@ def test_integers_are_one_of_the_two_next_to_the_value(bits, size):
 
 
 def test_rounded_to_nearest_it_wants_no_key_and_by_chance_one():
-    assert Blocks(format="int4:128").traits == ("int4:128, stochastic", "own", "unbiased")
+    assert Blocks(format="int4:128").traits[:3] == ("int4:128, stochastic", "own", "unbiased")
     nearest = Blocks(format="int4:128", rounding="ties_to_even")
-    assert nearest.traits == ("int4:128, ties_to_even", "none", "biased")
+    assert nearest.traits[:3] == ("int4:128, ties_to_even", "none", "biased")
     x = heavy(1, 64)
     np.testing.assert_array_equal(encoded(nearest, x)["blocks"], encoded(nearest, x, KEY)["blocks"])
 

@@ -80,11 +80,12 @@ def test_values_take_the_bits_of_their_levels(kind):
 
 def test_levels_out_of_range_are_refused():
     for kind, most in ((LinearDithering, 32767), (NaturalDithering, 30)):
-        for levels in (0, -1, most + 1, 2.0, True):
+        for levels in (0, -1, most + 1, 2.0, True, "3", None):
             with pytest.raises(
                 UserError, match=f"{kind.__name__}: levels must be a whole number from 1 to {most}; got"
             ):
                 kind(levels=levels)
+        assert repr(kind(levels=np.int32(3))) == repr(kind(levels=3))
         with pytest.raises(UserError, match="scale must be one of max, l2; got 'mean'"):
             kind(levels=3, scale="mean")
 

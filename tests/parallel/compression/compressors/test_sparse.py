@@ -80,7 +80,7 @@ def test_a_chosen_value_that_float16_has_not_makes_the_row_nan(compressor):
 
 @pytest.mark.parametrize("of", [TopKEntries, RandomKEntries])
 def test_k_of_nothing_or_of_more_than_there_is_is_refused(of):
-    for k in (0, -1, 0.0, 1.0, 1.5, float("nan"), True):
+    for k in (0, -1, 0.0, 1.0, 1.5, float("nan"), True, "1", None):
         with pytest.raises(UserError, match=f"{of.__name__}: k must be a whole number of at least 1, or a fraction"):
             of(k=k)
     with pytest.raises(UserError, match=r"k=9: a row of 8 values has no 9\. Take a smaller k"):
@@ -90,3 +90,10 @@ def test_k_of_nothing_or_of_more_than_there_is_is_refused(of):
     with pytest.raises(UserError, match="values must be one of float32, float16; got 'bfloat16'"):
         of(k=1, values="bfloat16")
     of(k=8).check(8)
+
+
+@pytest.mark.parametrize("of", [TopKEntries, RandomKEntries])
+def test_numbers_of_numpy_are_those_of_python(of):
+    """To the letter, by which checkpoints know a compression."""
+    for k, plain in ((np.int64(3), 3), (np.float32(0.25), 0.25)):
+        assert repr(of(k=k)) == repr(of(k=plain))
