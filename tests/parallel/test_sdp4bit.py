@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel import fsdp
+from scalejax.parallel import ddp, fsdp
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.blocks import StepContext, WholeCopy
@@ -365,7 +365,9 @@ def test_quantized_weights_stay_at_the_start_where_differences_move():
     """The first of 32 is 1, so that all below 1 / 14 are 0 to nearest; they are pulled to .05."""
     optima = np.tile(np.where(np.arange(256) % 32 == 0, 1, 0.05), (8, 1))
     for strategy in (DIFFERENCES, QUANTIZED):
-        masters, copies, _ = map(np.asarray, descended(strategy, optima, lambda steps: 0.01)(jnp.int32(100)))
+        masters, copies, _ = descended(strategy, optima, lambda steps: 0.01)(jnp.int32(100))
+        assert not ddp.differing({"w": copies}, {"w": P()}, make_mesh())["w"]  # after 100 steps of training
+        masters, copies = map(np.asarray, (masters, copies))
         moved = masters[optima[0] < 1]
         assert moved.mean() == pytest.approx(0.05 if strategy is QUANTIZED else 0.05 * (1 - 0.99**100), rel=0.02)
         seen = copies[optima[0] < 1]
