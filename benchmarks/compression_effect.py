@@ -11,7 +11,7 @@ python benchmarks/compression_effect.py --runs FILE report > table.md
     llama     the same model on 8 hosts of one device, three seeds: every compressor of `Ddp`, with feedback and without
     images    ResNet-8 on the bundled 5,000 pictures of Fashion-MNIST, likewise
 
-In `llama` and `images` each arm has its own rate, of four; that of `sdp4bit` is one of four, too. A seed draws parameters
+Rates are one of four, in `llama` and `images` each arm its own, in `sdp4bit` that of the base. A seed draws parameters
 and the order of examples anew, the same for every arm, so that differences are taken seed by seed; intervals are of
 Student's t over seeds. The error of the exchange is that of the reduced gradient, the length of what is wrong over its
 own, of the first step, half-way and at the end. Copies, and with them the model, are in float32: what bfloat16 adds is

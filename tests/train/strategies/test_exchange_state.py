@@ -441,7 +441,6 @@ def test_a_scheme_without_a_rule_for_the_factor_is_refused(rows):
         Run.bind(experiment, experiment.data.build(), make_mesh(MESH))
 
 
-@pytest.mark.slow
 def test_a_skipped_step_leaves_residuals_as_they_were_in_units_of_the_mean(rows):
     half = Precision(params="float64", compute="float16")
     scaling = LossScaling(initial=16.0, interval=100)
