@@ -457,6 +457,22 @@ def test_a_model_is_cut_and_grown_outside_of_a_run():
     )
 
 
+def test_averages_are_cut_and_grown_as_parameters_are():
+    full, half = HALF["DLRM"]
+    averages = {"ema": {path: x + 1 for path, x in params_of(full).items()}}
+    there = dataclasses.replace(trained(full), averages=averages, copies=params_of(full))
+    cut = ResizeUnits().operate(there, trained(half, 1))
+    assert not cut.copies  # of the model before
+    for path, x in cut.params.items():
+        np.testing.assert_array_equal(cut.averages["ema"][path], x + 1, err_msg=path)
+    fresh = trained(full, 2)
+    grown = ResizeUnits().operate(cut, fresh).averages["ema"]
+    assert {path: x.shape for path, x in grown.items()} == {path: x.shape for path, x in fresh.params.items()}
+    np.testing.assert_array_equal(grown["top/layers/1/kernel"][:8, :6], cut.averages["ema"]["top/layers/1/kernel"])
+    np.testing.assert_array_equal(grown["top/layers/0/kernel"][:, 8:], fresh.params["top/layers/0/kernel"][:, 8:])
+    assert not grown["top/layers/1/kernel"][8:].any()
+
+
 def test_mistakes_are_named():
     full, half = HALF["DLRM"]
     deeper = dataclasses.replace(half, top_hidden=(8, 6, 6))
