@@ -4,7 +4,8 @@
 
 The widths are those of the config: every field of it, and of the configs in it, that is named `hidden` or ends in
 `_hidden`, but for those in fields whose metadata say "stacked", as the modules of towers, whose units stay (see
-`units`). Where it is None, metadata "of_dim" say how many times the `dim` of the model it stands for. So a model that was cut is an ordinary smaller one, and its checkpoint opens anywhere.
+`units`). Where such a field is None and its metadata have "of_dim", the width is that many times the model's `dim`. So
+a model that was cut is an ordinary smaller one, and its checkpoint opens anywhere.
 """
 
 import dataclasses

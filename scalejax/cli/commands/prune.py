@@ -45,6 +45,7 @@ def prune(
     ] = None,
     step: Step = None,
     recipe: options.RecipeFile = None,
+    mesh: options.MeshSizes = None,
 ) -> None:
     """Cut hidden units off the MLPs of a click model.
 
@@ -70,7 +71,7 @@ def prune(
         narrow = narrowed(experiment.model, share, multiple or 1)
         sets = _differences(experiment.model, narrow)
     before = _differences(overrides.apply(experiment, sets).model, experiment.model)
-    _write(source, target, sets, before)
+    _write(source, target, sets, before, mesh)
 
 
 def grow(
@@ -79,6 +80,7 @@ def grow(
     widths: Widths = None,
     step: Step = None,
     recipe: options.RecipeFile = None,
+    mesh: options.MeshSizes = None,
 ) -> None:
     """Give the MLPs of a click model more hidden units.
 
@@ -93,7 +95,7 @@ def grow(
             f"scalejax grow {run}: it was not written by `scalejax prune`, and so the widths have to be said. Add "
             "--widths FIELD=N,..., such as --widths top_hidden=512,256."
         )
-    _write(_Source.open(run, step, recipe), target, sets, None)
+    _write(_Source.open(run, step, recipe), target, sets, None, mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,8 @@ def _write(source: _Source, target: pathlib.Path, sets: list[str], before: list[
     if not isinstance(tasks[0], CtrTask):
         kind = type(experiment.model).__name__
         raise UserError(f"RUN_FOLDER {source.run}: {kind} is no click model. Give a run of one.")
-    bound = Run.bind_to_score(changed, changed.data.build(), make_mesh(changed.placement.mesh), None)
+    scored = [folders.on_mesh(own, mesh) for own in (experiment, changed)]
+    bound = Run.bind_to_score(scored[1], changed.data.build(), make_mesh(scored[1].placement.mesh), None)
     fresh = run_state.as_trained(bound.program, None, bound.program.init_dense(redraw=1))
     there = trained.open_run(source.run, source.step)
     _check_widths(there.params, fresh.params, command)
@@ -195,10 +198,10 @@ def _write(source: _Source, target: pathlib.Path, sets: list[str], before: list[
     own = [*source.sets, *sets]
     wanted = {**serialization.record(source.recipe, own, changed), **({_BEFORE: before} if before else {})}
     split = experiment.evaluation.split
-    scores = [loop.evaluate(experiment, workdir=source.run, split=split, step=source.step)]
+    scores = [loop.evaluate(scored[0], workdir=source.run, split=split, step=source.step)]
     with disk.appearing(target) as folder:
         trained.write_run(folder, dataclasses.replace(made, record=wanted, identity=identity))
-        scores.append(loop.evaluate(changed, workdir=folder, split=split))
+        scores.append(loop.evaluate(scored[1], workdir=folder, split=split))
     print(f"{'widths':<26}{'  '.join(text.removeprefix('model.') for text in sets)}")
     for words, count in (("dense parameters", "dense_parameters"), ("FLOPs an example", "flops_per_example")):
         print(f"{words:<26}{' -> '.join(f'{getattr(task, count)():,}' for task in tasks)}")

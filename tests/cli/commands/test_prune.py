@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import small_run
 import typer.testing
 
 from scalejax import configs
+from scalejax.configs import serialization
 from scalejax.surgery import units
 from scalejax.train import loop, phases
 from scalejax.train.checkpoints import trained
@@ -186,6 +188,24 @@ def test_nothing_is_left_where_the_cut_model_cannot_be_scored(days, invoke, tmp_
 
 def without_averages(operate):
     return lambda surgery, *models: dataclasses.replace(operate(surgery, *models), averages={})
+
+
+def test_a_run_of_a_larger_mesh_is_cut_on_the_devices_at_hand(runs, invoke, tmp_path):
+    folder, _, recipe = runs
+    sets = ["placement.mesh.replica=8", "placement.mesh.fsdp=2"]
+    shutil.copytree(folder / "run", tmp_path / "run")
+    record = serialization.record(recipe[1], sets, configs.load(recipe[1], sets))
+    (tmp_path / "run" / "experiment.json").write_text(json.dumps(record))
+    command = ("prune", str(tmp_path / "run"), str(tmp_path / "half"), "--share", "0.5", "--multiple", "8", *recipe)
+    refused = invoke(*command)
+    assert refused.exit_code == 2
+    assert "to the 8 devices at hand; got replica=8, fsdp=2" in refused.stderr
+    assert "--mesh fsdp=-1" in refused.stderr
+    done = invoke(*command, "--mesh", "fsdp=-1")
+    assert done.exit_code == 0, done.stderr
+    assert numbers(done.stdout, "validation ne") == pytest.approx(numbers(runs[1][1], "validation ne"), abs=2e-6)
+    record = json.loads((tmp_path / "half" / "experiment.json").read_text())
+    assert record["sets"] == [*sets, "phase=2-grow", "model.top_hidden=[8]"]
 
 
 @pytest.mark.slow
