@@ -183,6 +183,9 @@ def _write(source: _Source, target: pathlib.Path, sets: list[str], before: list[
     disk.check_new(target)
     experiment, command = source.experiment, "grow" if before is None else "prune"
     changed = overrides.apply(experiment, sets)
+    if changed.model == experiment.model:
+        less = "fewer units by --widths, or a --share below 1" if command == "prune" else "more units by --widths"
+        raise UserError(f"scalejax {command}: all hidden layers would stay as wide as they are. Give {less}.")
     tasks = [e.model.task(experiment.data.schema()) for e in (experiment, changed)]
     if not isinstance(tasks[0], CtrTask):
         kind = type(experiment.model).__name__

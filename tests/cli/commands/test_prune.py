@@ -266,6 +266,14 @@ def test_a_model_over_towers_is_cut_over_them(runs, invoke, tmp_path):
             ("grow", "{run}", "{out}", "--widths", "top_hidden=[4]"),
             "scalejax grow: top/layers/0 has 16 units and would have 4, which are fewer. Give other --widths, or take",
         ),
+        (
+            ("prune", "{run}", "{out}", "--share", "1"),
+            "scalejax prune: all hidden layers would stay as wide as they are. Give fewer units by --widths, or a",
+        ),
+        (
+            ("grow", "{run}", "{out}", "--widths", "top_hidden=[16]"),
+            "scalejax grow: all hidden layers would stay as wide as they are. Give more units by --widths.",
+        ),
         (("prune", "{run}", "{run}", "--share", "0.5"), "{run}"),
         (("grow", "{run}", "{out}"), "was not written by `scalejax prune`"),
     ],
