@@ -1,5 +1,6 @@
 """The folders that commands are given: runs by their record, language models of whichever form."""
 
+import dataclasses
 import functools
 import importlib.util
 import pathlib
@@ -56,6 +57,20 @@ def load_run(run_folder: pathlib.Path, recipe: str | None) -> "Experiment":
     from scalejax.configs import serialization
 
     return serialization.reload(read_record(run_folder), recipe=recipe, where=run_folder)
+
+
+def on_mesh(experiment: "Experiment", mesh: str | None) -> "Experiment":
+    """The experiment on the devices that --mesh says; None = on those of the run.
+
+    Raises:
+      UserError: the text says no mesh.
+    """
+    if mesh is None:
+        return experiment
+    from scalejax.parallel.mesh import parse_mesh
+
+    placement = dataclasses.replace(experiment.placement, mesh=parse_mesh(mesh))
+    return dataclasses.replace(experiment, placement=placement)
 
 
 def print_next_of_model(folder: pathlib.Path) -> None:

@@ -9,6 +9,7 @@
     optimizer.learning_rate.peak=1e-3           a field of whatever is there by then: sets apply in order
     tables.sharding=plan.json                   a file, where the type of the field has `load`
     optimizer.learning_rate=1e-3                short for the only member that has a single field: Constant(value=1e-3)
+    phase=head                                  no field: the run as it is in this one of its phases, and no other
 
 Fields annotated with a protocol (`model`, `data`) go by the type that the recipe put there.
 """
@@ -53,6 +54,11 @@ def apply(experiment: "Experiment", sets: Sequence[str]) -> "Experiment":
         path, equals, value = text.partition("=")
         if not equals or not path.strip():
             raise UserError(f"--set {text}: must be path=value, for example --set steps=2000; got no '='.")
+        if path.strip() == "phase":
+            from scalejax.train import phases
+
+            experiment = phases.named(experiment, value.strip(), f"--set {text}")
+            continue
         change = _Change(root=experiment, path=path.strip(), text=value.strip())
         experiment = change.into(experiment, type(experiment), change.path.split("."), "")
     return experiment

@@ -64,7 +64,7 @@ class MeshShape:
             raise UserError(
                 f"MeshShape: axis sizes must multiply to the {devices} devices at hand; got {stated}. "
                 "Change the number of devices, or the sizes: fsdp=-1 takes whatever is left (train: "
-                "--set placement.mesh.fsdp=-1, eval: --mesh fsdp=-1)."
+                "--set placement.mesh.fsdp=-1, eval, prune and grow: --mesh fsdp=-1)."
             )
         return tuple(sizes)
 

@@ -4,7 +4,8 @@
 
 The widths are those of the config: every field of it, and of the configs in it, that is named `hidden` or ends in
 `_hidden`, but for those in fields whose metadata say "stacked", as the modules of towers, whose units stay (see
-`units`). So a model that was cut is an ordinary smaller one, and its checkpoint opens anywhere.
+`units`). Where such a field is None and its metadata have "of_dim", the width is that many times the model's `dim`. So
+a model that was cut is an ordinary smaller one, and its checkpoint opens anywhere.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ def narrowed(config: Any, share: float, multiple: int = 1) -> Any:
     check_at_least("multiple", multiple, 1)
     if not 0 < share <= 1:
         raise UserError(f"share must be above 0 and at most 1, the part of the hidden units that stays; got {share}.")
-    new, count = _narrowed(config, share, multiple, type(config).__name__)
+    new, count = _narrowed(config, share, multiple, type(config).__name__, None)
     if not count:
         raise UserError(
             f"{type(config).__name__} has no MLP with a hidden layer (a field `hidden`, or one that ends in `_hidden`) "
@@ -42,22 +43,26 @@ def narrowed(config: Any, share: float, multiple: int = 1) -> Any:
     return new
 
 
-def _narrowed(value: Any, share: float, multiple: int, where: str) -> tuple[Any, int]:
-    """The value with fewer units in its hidden layers, and how many of these it has."""
+def _narrowed(value: Any, share: float, multiple: int, where: str, dim: int | None) -> tuple[Any, int]:
+    """The value with fewer units in its hidden layers, and how many of these it has; `dim` is that of the model."""
     if isinstance(value, tuple):
-        parts = [_narrowed(part, share, multiple, f"{where}.{number}") for number, part in enumerate(value)]
+        parts = [_narrowed(part, share, multiple, f"{where}.{number}", dim) for number, part in enumerate(value)]
         return tuple(part for part, _ in parts), sum(count for _, count in parts)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value, 0
     changes, total = {}, 0
+    dim = getattr(value, "dim", dim)
     for field in dataclasses.fields(value):
         own, path = getattr(value, field.name), f"{where}.{field.name}"
         if field.metadata.get("stacked"):
             continue
         if field.name != "hidden" and not field.name.endswith("_hidden"):
-            changes[field.name], count = _narrowed(own, share, multiple, path)
+            changes[field.name], count = _narrowed(own, share, multiple, path, dim)
             total += count
             continue
+        if own is None and "of_dim" in field.metadata:
+            assert dim is not None, path
+            own = field.metadata["of_dim"] * dim
         widths = [width for width in (own if isinstance(own, tuple) else (own,)) if width is not None]
         if small := [width for width in widths if width < multiple]:
             raise UserError(
@@ -65,8 +70,8 @@ def _narrowed(value: Any, share: float, multiple: int, where: str) -> tuple[Any,
                 "Give a smaller multiple, or a wider layer."
             )
         total += len(widths)
-        if widths:
-            kept = tuple(kept_width(width, share, multiple) for width in widths)
+        kept = tuple(kept_width(width, share, multiple) for width in widths)
+        if kept != tuple(widths):  # what is whole stays as it is said, None too
             changes[field.name] = kept if isinstance(own, tuple) else kept[0]
     return dataclasses.replace(value, **changes), total  # pyright: ignore[reportArgumentType]
 

@@ -212,10 +212,17 @@ class ResizeUnits:
           UserError: the models differ in other things than widths of hidden layers, or in nothing.
         """
         there, new = ({_PARAMS + path: x for path, x in own.params.items()} for own in (trained, fresh))
+        for name, average in trained.averages.items():  # of new units they begin with what parameters do
+            there |= {f"averages.{name}.{path}": x for path, x in average.items()}
+            new |= {f"averages.{name}.{path}": fresh.params[path] for path in average if path in fresh.params}
         self.check([there], new)
         made = self.operate_state([there], new, [None])
-        params = {name.removeprefix(_PARAMS): array for name, array in made.items()}
-        return dataclasses.replace(trained, params=params, averages={}, identity=fresh.identity)
+        params = {name.removeprefix(_PARAMS): array for name, array in made.items() if name.startswith(_PARAMS)}
+        averages = {
+            name: {path: made[f"averages.{name}.{path}"] for path in average}
+            for name, average in trained.averages.items()
+        }
+        return dataclasses.replace(trained, params=params, averages=averages, copies={}, identity=fresh.identity)
 
     def check(self, history: Sequence[Mapping[str, Shaped]], fresh: Mapping[str, Shaped]) -> None:
         """See `train.experiment.StatefulSurgery`.

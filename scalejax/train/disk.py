@@ -89,11 +89,16 @@ def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
         sync(path.parent)
 
 
+def check_new(target: pathlib.Path) -> None:
+    """Raises UserError where `appearing` could not make a folder, since it or a file is there."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is there already. Name a folder that is not, or an empty one.")
+
+
 @contextlib.contextmanager
 def appearing(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to write into, which becomes `target` when the block ends well and is gone when it does not."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is there already. Name a folder that is not, or an empty one.")
+    check_new(target)
     partial = target.parent / f".{target.name}.{os.getpid()}.partial"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -146,8 +146,27 @@ def _read_by(found: Sequence[ResolvedPhase], number: int) -> list[int]:
     return [one.stop for one in found[same[-1] : number]] if same else []
 
 
+def named(experiment: Experiment, name: str, where: str) -> Experiment:
+    """The run as it is in one of its phases; "" = in what comes before them.
+
+    Raises:
+      UserError: it has no such phase; begins with `where`.
+    """
+    found = {phase.name: phase.experiment for phase in resolved(experiment)}
+    if name not in found:
+        names = ", ".join(own for own in found if own)
+        has = f"the phases {names}. Name one" if names else "no phases. Leave it out"
+        raise UserError(f"{where}: the run has {has}.")
+    return found[name]
+
+
 def experiment_at(experiment: Experiment, run_folder: pathlib.Path, step: int | None = None) -> Experiment:
-    """The run as it is in the phase that saved a checkpoint.
+    """The run as it is in the phase that saved a checkpoint, see `phase_at`."""
+    return phase_at(experiment, run_folder, step).experiment
+
+
+def phase_at(experiment: Experiment, run_folder: pathlib.Path, step: int | None = None) -> ResolvedPhase:
+    """The phase that saved a checkpoint.
 
     Args:
       experiment: The run.
@@ -157,7 +176,7 @@ def experiment_at(experiment: Experiment, run_folder: pathlib.Path, step: int | 
     if step is None:
         step = distributed.on_primary(lambda: max(listed(run_folder / "checkpoints"), default=0))
     found = resolved(experiment)
-    return next((phase.experiment for phase in found if step <= phase.stop), found[-1].experiment)
+    return next((phase for phase in found if step <= phase.stop), found[-1])
 
 
 def _changed(experiment: Experiment, phase: Phase) -> Experiment:

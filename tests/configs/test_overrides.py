@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 
 import pytest
+from changes import changed
 
 from scalejax import optim
 from scalejax.configs import discovery, overrides
@@ -13,6 +14,7 @@ from scalejax.data.splits import Fractions
 from scalejax.errors import UserError
 from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
+from scalejax.train.experiment import Phase
 
 EXAMPLES = pathlib.Path(__file__).parent / "example_recipes.py"
 
@@ -144,6 +146,20 @@ def test_a_number_for_a_schedule_means_constant(experiment):
     cosine = overrides.apply(experiment, ["optimizer.learning_rate=WarmupCosine"])
     got = overrides.apply(cosine, ["optimizer.learning_rate=1e-4"])
     assert got.optimizer.learning_rate == optim.Constant(value=1e-4)
+
+
+def test_a_phase_is_the_run_as_it_is_in_it(experiment):
+    later = Phase(name="later", steps=7, changes={"gradients.clip": 3.0, "optimizer": optim.Sgd()})
+    own = dataclasses.replace(experiment, phases=(Phase(name="same", steps=2), later))
+    found = overrides.apply(own, ["seed=4", "phase=later", "optimizer.momentum=0.5"])
+    wanted = dataclasses.replace(own, seed=4, phases=(), steps=7, optimizer=optim.Sgd(momentum=0.5))
+    wanted = changed(wanted, gradients__clip=3.0)
+    assert found == wanted
+    assert overrides.apply(own, ["phase=same"]).steps == experiment.steps + 2  # which share the optimizer
+    with pytest.raises(UserError, match=r"--set phase=late: the run has the phases same, later\. Name one"):
+        overrides.apply(own, ["phase=late"])
+    with pytest.raises(UserError, match=r"--set phase=late: the run has no phases\. Leave it out"):
+        overrides.apply(experiment, ["phase=late"])
 
 
 def test_the_experiment_itself_is_untouched(experiment):

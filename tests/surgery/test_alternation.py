@@ -129,11 +129,17 @@ def test_widths_are_shares_rounded_up_to_a_multiple():
             MlpExperts(outputs=4, hidden=(40,)),
         )
     )
-    half = narrowed(DhenConfig(dim=4, layers=(layer,), head_hidden=(48,), bottom_hidden=(20, 16)), 0.5, 8)
+    whole = DhenConfig(dim=4, layers=(layer,), head_hidden=(48,), bottom_hidden=(20, 16))
+    half = narrowed(whole, 0.5, 8)
     machine, without, attention, experts = half.layers[0].modules
     assert (machine.hidden, machine.attention_hidden) == ((32, 16), (8,))
-    assert (without.hidden, attention.hidden, experts.hidden) == (None, 16, (24,))
+    assert (without.hidden, attention.hidden, experts.hidden) == (8, 16, (24,))  # without: of 4 dim
     assert (half.head_hidden, half.bottom_hidden) == ((24,), (16, 8))
+    assert narrowed(whole, 1.0) == whole
+    alone = EnsembleLayer(modules=(SelfAttention(outputs=4),))
+    assert narrowed(DhenConfig(dim=6, layers=(alone,), head_hidden=()), 0.25).layers[0].modules[0].hidden == 6
+    with pytest.raises(UserError, match=r"layers\.0\.modules\.0\.hidden has a width of 16, below the multiple of 17"):
+        narrowed(DhenConfig(dim=4, layers=(alone,), head_hidden=()), 0.5, 17)
 
 
 def test_a_schedule_is_phases_under_one_schedule_of_rates(rows):

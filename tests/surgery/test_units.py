@@ -457,6 +457,64 @@ def test_a_model_is_cut_and_grown_outside_of_a_run():
     )
 
 
+def test_averages_are_cut_and_grown_as_parameters_are():
+    full, half = HALF["DLRM"]
+    averages = {"ema": {path: x + 1 for path, x in params_of(full).items()}}
+    there = dataclasses.replace(trained(full), averages=averages, copies=params_of(full))
+    cut = ResizeUnits().operate(there, trained(half, 1))
+    assert not cut.copies  # of the model before
+    for path, x in cut.params.items():
+        np.testing.assert_array_equal(cut.averages["ema"][path], x + 1, err_msg=path)
+    fresh = trained(full, 2)
+    grown = ResizeUnits().operate(cut, fresh).averages["ema"]
+    assert {path: x.shape for path, x in grown.items()} == {path: x.shape for path, x in fresh.params.items()}
+    np.testing.assert_array_equal(grown["top/layers/1/kernel"][:8, :6], cut.averages["ema"]["top/layers/1/kernel"])
+    np.testing.assert_array_equal(grown["top/layers/0/kernel"][:, 8:], fresh.params["top/layers/0/kernel"][:, 8:])
+    assert not grown["top/layers/1/kernel"][8:].any()
+
+
+def test_a_cut_changes_the_output_by_at_most_the_norms_of_the_removed_contributions():
+    """An MLP in NumPy, in float64. Behind the second hidden layer the difference is the contribution itself; what the
+    first one loses passes a ReLU, which makes no difference larger, and the last matrix."""
+    rng = np.random.default_rng(0)
+    sizes = {0: (6, 20), 1: (20, 12), 2: (12, 3)}
+    params = {f"mlp/layers/{i}/kernel": rng.normal(size=shape) for i, shape in sizes.items()}
+    params |= {f"mlp/layers/{i}/bias": rng.normal(size=shape[1]) for i, shape in sizes.items()}
+    x = rng.normal(size=(50, 6))
+
+    def forward(own):
+        w, b = ([own[f"mlp/layers/{i}/{kind}"] for i in range(3)] for kind in ("kernel", "bias"))
+        first = np.maximum(x @ w[0] + b[0], 0)
+        second = np.maximum(first @ w[1] + b[1], 0)
+        return first, second, second @ w[2] + b[2]
+
+    def cut(first, second):
+        shapes = {0: (6, first), 1: (first, second), 2: (second, 3)}
+        fresh = {f"mlp/layers/{i}/kernel": np.zeros(shape) for i, shape in shapes.items()}
+        fresh |= {f"mlp/layers/{i}/bias": np.zeros(shape[1]) for i, shape in shapes.items()}
+        made = (Trained(params=own, step=0, origin="a test") for own in (params, fresh))
+        return forward(ResizeUnits().operate(*made).params)
+
+    def removed(layer, count):
+        w, v = (params[f"mlp/layers/{i}/kernel"] for i in (layer, layer + 1))
+        order = np.argsort(np.linalg.norm(w, axis=0) * np.linalg.norm(v, axis=1))
+        return order[:count], v[order[:count]]
+
+    first, second, y = forward(params)
+    lost, v = removed(1, 5)
+    last = second[:, lost] @ v
+    np.testing.assert_allclose(y - cut(20, 7)[-1], last, rtol=1e-9, atol=1e-12)
+    lost, v = removed(0, 6)
+    bound = np.linalg.norm(first[:, lost] @ v, axis=1) * np.linalg.norm(params["mlp/layers/2/kernel"], 2)
+    moved = np.linalg.norm(y - cut(14, 12)[-1], axis=1)
+    assert (moved <= bound + 1e-12).all()
+    assert moved.max() > 0.1 * bound.max()
+    # Both: the second layer has lost less or more, by what it sees of the first.
+    lost, v = removed(1, 5)
+    seen = np.linalg.norm(cut(14, 12)[1][:, lost] @ v, axis=1)
+    assert (np.linalg.norm(y - cut(14, 7)[-1], axis=1) <= bound + seen + 1e-12).all()
+
+
 def test_mistakes_are_named():
     full, half = HALF["DLRM"]
     deeper = dataclasses.replace(half, top_hidden=(8, 6, 6))

@@ -70,16 +70,13 @@ def evaluate(
             raise UserError(f"{name} {value}: goes with --text PATH. Add it.")
     experiment = folders.load_run(run_folder, recipe)
     from scalejax.configs import overrides
-    from scalejax.parallel.mesh import parse_mesh
     from scalejax.train import distributed, loop, phases
     from scalejax.train.reports import console as closing
     from scalejax.train.reports import report
 
     distributed.initialize(coordinator, processes, process_id)
     experiment = phases.experiment_at(experiment, run_folder, step)
-    if mesh is not None:
-        placement = dataclasses.replace(experiment.placement, mesh=parse_mesh(mesh))
-        experiment = dataclasses.replace(experiment, placement=placement)
+    experiment = folders.on_mesh(experiment, mesh)
     if batch_size is not None:
         experiment = overrides.apply(experiment, [f"data.batch_size={batch_size}"])
     console = output.console() if distributed.is_primary() else None

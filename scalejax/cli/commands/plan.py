@@ -137,13 +137,10 @@ def plan(
     from scalejax.plan.gpu_steps import plan_on_gpus
     from scalejax.train import phases
 
-    resolved = {one.name: one.experiment for one in phases.resolved(experiment)}
-    names = ", ".join(name for name in resolved if name)
-    if phase is not None and phase not in resolved:
-        raise UserError(f"--phase {phase}: {recipe} has {f'the phases {names}' if names else 'no phases'}.")
-    if names and phase is None:
+    if experiment.phases and phase is None:
+        names = ", ".join(one.name for one in experiment.phases)
         typer.echo(f"Planned is what precedes the phases {names}; --phase NAME plans one of them.", err=True)
-    experiment = resolved[phase or ""]
+    experiment = phases.named(experiment, phase or "", f"--phase {phase}")
 
     if (gpus := planner_machines.find_gpus(topology)) is not None:
         others = {"--search": search, "--mesh": mesh, "--set placement.mesh": named}

@@ -45,12 +45,13 @@ def prune(
     ] = None,
     step: Step = None,
     recipe: options.RecipeFile = None,
+    mesh: options.MeshSizes = None,
 ) -> None:
     """Cut hidden units off the MLPs of a click model.
 
     Kept are those with the largest product of the norms of their weights in and out. OUT is a run folder with the
     smaller model, which every command opens and another run begins with (--set init=OUT). Prints what the cut costs on
-    the validation split.
+    the split that the run is scored on at intervals; of a run in phases, in the phase that saved the checkpoint.
     """
     environment.prepare()
     if (share is None) == (not widths):
@@ -63,13 +64,14 @@ def prune(
     from scalejax.configs import overrides
     from scalejax.surgery.alternation import narrowed
 
-    experiment = _experiment(run, step, recipe)
+    source = _Source.open(run, step, recipe)
+    experiment = source.experiment
     sets = [f"model.{text}" for text in widths or []]
     if share is not None:
         narrow = narrowed(experiment.model, share, multiple or 1)
         sets = _differences(experiment.model, narrow)
     before = _differences(overrides.apply(experiment, sets).model, experiment.model)
-    _write(run, target, experiment, sets, step, recipe, before)
+    _write(source, target, sets, before, mesh)
 
 
 def grow(
@@ -78,6 +80,7 @@ def grow(
     widths: Widths = None,
     step: Step = None,
     recipe: options.RecipeFile = None,
+    mesh: options.MeshSizes = None,
 ) -> None:
     """Give the MLPs of a click model more hidden units.
 
@@ -92,21 +95,44 @@ def grow(
             f"scalejax grow {run}: it was not written by `scalejax prune`, and so the widths have to be said. Add "
             "--widths FIELD=N,..., such as --widths top_hidden=512,256."
         )
-    _write(run, target, _experiment(run, step, recipe), sets, step, recipe, None)
+    _write(_Source.open(run, step, recipe), target, sets, None, mesh)
 
 
-def _experiment(run: pathlib.Path, step: int | None, recipe: str | None) -> "Experiment":
-    """The experiment of a run, of whose model a checkpoint is."""
-    from scalejax.train import phases
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A checkpoint of a run.
 
-    experiment = folders.load_run(run, recipe)
-    found = phases.experiment_at(experiment, run, step)
-    if found.model != experiment.model:
-        raise UserError(
-            f"RUN_FOLDER {run}: that checkpoint is of a phase whose model is not the one that the recipe begins with, "
-            "so that no override of the recipe gives another. Name a step at which it is whole: --step N."
+    Attributes:
+      run: The run's folder.
+      step: Of the checkpoint; None = the newest.
+      recipe: Name of the recipe.
+      sets: Overrides of the recipe.
+      experiment: The result of both: the run as it is in the phase that saved the checkpoint.
+    """
+
+    run: pathlib.Path
+    step: int | None
+    recipe: str
+    sets: list[str]
+    experiment: "Experiment"
+
+    @classmethod
+    def open(cls, run: pathlib.Path, step: int | None, recipe: str | None) -> "_Source":
+        from scalejax.configs import overrides
+        from scalejax.train import phases
+
+        experiment, record = folders.load_run(run, recipe), folders.read_record(run)
+        phase: list[str] = []
+        if experiment.phases:
+            name = phases.phase_at(experiment, run, step).name
+            phase = [f"phase={name}" if name else "phases=[]"]
+        return cls(
+            run=run,
+            step=step,
+            recipe=recipe or record["recipe"],
+            sets=[*record["sets"], *phase],
+            experiment=overrides.apply(experiment, phase),
         )
-    return dataclasses.replace(experiment, phases=())
 
 
 def _differences(there: object, here: object) -> list[str]:
@@ -142,54 +168,52 @@ def _holds_configs(value: object) -> bool:
     return isinstance(value, tuple) and any(dataclasses.is_dataclass(item) for item in value)
 
 
-def _write(
-    run: pathlib.Path,
-    target: pathlib.Path,
-    experiment: "Experiment",
-    sets: list[str],
-    step: int | None,
-    recipe: str | None,
-    before: list[str] | None,
-) -> None:
-    """Writes the run with the widths that `sets` say, and prints what that costs."""
+def _write(source: _Source, target: pathlib.Path, sets: list[str], before: list[str] | None, mesh: str | None) -> None:
+    """Writes the run with the widths that `sets` say, and prints what that costs; `before` is that of `prune`."""
     from scalejax.configs import overrides, serialization
     from scalejax.models.recsys.task import CtrTask
     from scalejax.parallel.mesh import make_mesh
     from scalejax.surgery.units import ResizeUnits
-    from scalejax.train import loop
+    from scalejax.train import disk, loop
     from scalejax.train.checkpoints import trained
+    from scalejax.train.reports import summary
     from scalejax.train.runs import run_state
     from scalejax.train.runs.run import Run
 
+    disk.check_new(target)
+    experiment, command = source.experiment, "grow" if before is None else "prune"
     changed = overrides.apply(experiment, sets)
+    if changed.model == experiment.model:
+        less = "fewer units by --widths, or a --share below 1" if command == "prune" else "more units by --widths"
+        raise UserError(f"scalejax {command}: all hidden layers would stay as wide as they are. Give {less}.")
     tasks = [e.model.task(experiment.data.schema()) for e in (experiment, changed)]
     if not isinstance(tasks[0], CtrTask):
-        raise UserError(f"RUN_FOLDER {run}: {type(experiment.model).__name__} is no click model. Give a run of one.")
-    record: Any = folders.read_record(run)
-    own = [*record["sets"], *(["phases=[]"] if folders.load_run(run, recipe).phases else []), *sets]
-    bound = Run.bind(changed, changed.data.build(), make_mesh(changed.placement.mesh))
+        kind = type(experiment.model).__name__
+        raise UserError(f"RUN_FOLDER {source.run}: {kind} is no click model. Give a run of one.")
+    scored = [folders.on_mesh(own, mesh) for own in (experiment, changed)]
+    bound = Run.bind_to_score(scored[1], changed.data.build(), make_mesh(scored[1].placement.mesh), None)
     fresh = run_state.as_trained(bound.program, None, bound.program.init_dense(redraw=1))
-    there = trained.open_run(run, step)
-    _check_widths(there.params, fresh.params, "grow" if before is None else "prune")
+    there = trained.open_run(source.run, source.step)
+    _check_widths(there.params, fresh.params, command)
     made = ResizeUnits().operate(there, fresh)
     settled = ("model", "optimizer", "exchange", "phase", "scores_from", "schedule")  # not those of this run any more
     identity = {name: text for name, text in there.identity.items() if name not in settled}
-    named = recipe or record["recipe"]
-    wanted = {**serialization.record(named, own, changed), **({_BEFORE: before} if before else {})}
-    trained.write_run(target, dataclasses.replace(made, record=wanted, identity=identity))
+    own = [*source.sets, *sets]
+    wanted = {**serialization.record(source.recipe, own, changed), **({_BEFORE: before} if before else {})}
     split = experiment.evaluation.split
-    scores = [
-        loop.evaluate(own_experiment, workdir=folder, split=split, step=at)
-        for own_experiment, folder, at in ((experiment, run, step), (changed, target, None))
-    ]
+    scores = [loop.evaluate(scored[0], workdir=source.run, split=split, step=source.step)]
+    with disk.appearing(target) as folder:
+        trained.write_run(folder, dataclasses.replace(made, record=wanted, identity=identity))
+        scores.append(loop.evaluate(scored[1], workdir=folder, split=split))
     print(f"{'widths':<26}{'  '.join(text.removeprefix('model.') for text in sets)}")
     for words, count in (("dense parameters", "dense_parameters"), ("FLOPs an example", "flops_per_example")):
         print(f"{words:<26}{' -> '.join(f'{getattr(task, count)():,}' for task in tasks)}")
+    prefix = f"{summary.prefix(split)}_"
     for key, value in scores[0].items():
-        name = key.removeprefix("val_")
-        if key.startswith("val_") and name.partition("/")[0] in ("ne", "logloss", "auc"):
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and name.partition("/")[0] in ("ne", "logloss", "auc"):
             ratio = f" ({scores[1][key] / value - 1:+.3%})" if value else ""
             print(f"{split + ' ' + name:<26}{value:.6f} -> {scores[1][key]:.6f}{ratio}")
     print(f"Wrote the run folder {target}.")
     sets_again = [f"--set={text}" for text in (*own, f"init={target}")]
-    output.print_next({("scalejax", "train", named, *sets_again): "train it on"})
+    output.print_next({("scalejax", "train", source.recipe, *sets_again): "train it on"})

@@ -392,7 +392,7 @@ class SelfAttention:
 
     outputs: int
     heads: int = 1
-    hidden: int | None = None
+    hidden: int | None = dataclasses.field(default=None, metadata={"of_dim": 4})
     activation: nn.Activation = "relu"
     dropout: float = 0.0
 
