@@ -94,6 +94,7 @@ def _compressed() -> dict[str, Any]:
     for name, compressor in (
         ("float16", Fp16()),
         ("one bit", OneBit()),
+        ("one bit of 128", OneBit(group=128)),
         ("top 1 %", TopKEntries(k=0.01)),
         ("random 1/32", RandomKEntries(k=1 / 32)),
         ("linear dithering", LinearDithering(levels=16)),

@@ -129,6 +129,7 @@ FED_BACK = {
     "identity": Identity(),
     "fp16": Fp16(),
     "onebit": OneBit(),
+    "onebit-groups": OneBit(group=16),
     "onebit-l2": OneBit(scale="l2"),
     "topk": TopKEntries(k=0.05),
     "randomk": RandomKEntries(k=0.1, scale="none"),

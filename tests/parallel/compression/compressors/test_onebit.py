@@ -26,9 +26,29 @@ def test_bits_and_scales_are_those_of_the_definition(scale, n):
             if x[r, i] < 0:
                 signs[i // 8] += 2 ** (i % 8)
         assert np.asarray(payload["signs"])[r].tolist() == signs
-        np.testing.assert_allclose(payload["scale"][r], scale_of(x[r], scale), rtol=1e-6)
+        np.testing.assert_allclose(payload["scale"][r], [scale_of(x[r], scale)], rtol=1e-6)
         for i in range(n):
-            assert decoded[r, i] == (-1 if x[r, i] < 0 else 1) * payload["scale"][r]
+            assert decoded[r, i] == (-1 if x[r, i] < 0 else 1) * payload["scale"][r, 0]
+
+
+@pytest.mark.parametrize("scale", ["mean", "l2", "none"])
+def test_groups_are_rows_of_their_own_and_the_last_may_be_short(scale):
+    x = heavy(3, 29)
+    x[1, 8:16] = 0
+    compressor = OneBit(scale=scale, group=8)
+    payload, decoded = encoded(compressor, x), np.asarray(back(compressor, x))
+    alone = [np.asarray(back(OneBit(scale=scale), x[:, i : i + 8])) for i in range(0, 29, 8)]
+    np.testing.assert_allclose(decoded, np.concatenate(alone, axis=1), rtol=1e-6)
+    assert payload["scale"].shape == (3, 4)
+    assert compressor.payload_bytes(29) == sum(x[0].nbytes for x in map(np.asarray, payload.values())) == 4 + 4 * 4
+    assert (decoded[1, 8:16] == 0).all()
+
+
+def test_groups_keep_what_is_small_beside_what_is_large():
+    """Two parameters in a row: under one scale the small one is lost in it."""
+    x = heavy(1, 1024) * np.where(np.arange(1024) < 512, 1e-3, 1).astype(np.float32)
+    missed = [np.linalg.norm((back(OneBit(group=group), x) - x)[0, :512]) for group in (None, 128)]
+    assert missed[0] > 100 * np.linalg.norm(x[0, :512]) > 100 * missed[1]
 
 
 def test_the_mean_contracts_by_what_the_sheet_says_and_more_is_no_better():
@@ -50,3 +70,5 @@ def test_a_sum_beyond_float32_is_nan():
 def test_another_scale_is_refused():
     with pytest.raises(UserError, match="OneBit: scale must be one of mean, l2, none; got 'max'"):
         OneBit(scale="max")
+    with pytest.raises(UserError, match="OneBit: group must be a whole number of at least 1; got 0"):
+        OneBit(group=0)
