@@ -200,8 +200,8 @@ def steps(
     Args:
       model: The model.
       on: The GPUs.
-      hosts: At least 2; with more than it has towers, several share one, as if evenly (26 towers on 32 hosts are not): the
-        hop within a tower then crosses the network, too.
+      hosts: At least 2; with more than it has towers, several share one, as if evenly (26 towers on 32 hosts are not),
+        and the hop within it crosses the network, too.
       exposed: Share of the two hops that nothing hides; None = as fitted, 1 = bandwidth alone.
       over: FLOPs and c over towers in place of those of the model.
       examples: Of a GPU.
