@@ -38,6 +38,10 @@ class DlrmConfig(OneVectorConfig):
 
     top_hidden: tuple[int, ...] = (512, 512)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        nn.check_mlp("DlrmConfig", top_hidden=self.top_hidden)
+
     def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set."""
         return CtrTask(model=self, schema=schema)

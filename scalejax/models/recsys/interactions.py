@@ -149,6 +149,7 @@ class FactorizationMachine:
             check_at_least(f"FactorizationMachine: {name}", getattr(self, name), 1)
         check_one_of("FactorizationMachine: kind", self.kind, get_args(FmKind))
         check_one_of("FactorizationMachine: normalization", self.normalization, get_args(Normalization))
+        nn.check_mlp("FactorizationMachine", hidden=self.hidden, attention_hidden=self.attention_hidden)
 
     def sizes(self, inputs: LayerInputs) -> tuple[int, ...]:
         """Sizes of the MLP."""
@@ -272,6 +273,7 @@ class DotProduct:
         check_at_least("DotProduct: outputs", self.outputs, 1)
         if self.mixed is not None:
             check_at_least("DotProduct: mixed", self.mixed, 2)
+        nn.check_mlp("DotProduct", hidden=self.hidden)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "DotProducts":
         return DotProducts(self, inputs, rngs=rngs, dtypes=dtypes)
@@ -512,6 +514,7 @@ class MlpExperts:
     def __post_init__(self) -> None:
         for name in ("outputs", "experts"):
             check_at_least(f"MlpExperts: {name}", getattr(self, name), 1)
+        nn.check_mlp("MlpExperts", hidden=self.hidden)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "GatedMlps":
         return GatedMlps(self, inputs, rngs=rngs, dtypes=dtypes)

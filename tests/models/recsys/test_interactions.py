@@ -11,6 +11,7 @@ from flax import nnx
 from jax.test_util import check_grads
 
 from scalejax import nn
+from scalejax.errors import UserError
 from scalejax.models.recsys import interactions
 from scalejax.models.recsys.interactions import LayerInputs
 
@@ -204,6 +205,16 @@ def test_every_expert_drops_by_a_key_of_its_own(randomised, x64):
         (lambda: interactions.FeatureCross(outputs=1, rank=0), "rank must be at least 1; got 0"),
         (lambda: interactions.MlpExperts(outputs=1, experts=0), "experts must be at least 1; got 0"),
         (lambda: interactions.SelfAttention(outputs=1, hidden=0), "SelfAttention: hidden must be at least 1; got 0"),
+        (lambda: interactions.DotProduct(outputs=1, hidden=(0,)), "DotProduct: hidden must be at least 1; got 0"),
+        (lambda: interactions.MlpExperts(outputs=1, hidden=(8, -1)), "MlpExperts: hidden must be at least 1; got -1"),
+        (
+            lambda: interactions.FactorizationMachine(outputs=1, attention_hidden=(0,)),
+            "FactorizationMachine: attention_hidden must be at least 1; got 0",
+        ),
+        (
+            lambda: nn.Mlp((4, 0, 1), rngs=nnx.Rngs(0)),
+            "Mlp: sizes must be at least 1; got 0",
+        ),
         (
             lambda: interactions.SelfAttention(outputs=1, heads=3).build(
                 LayerInputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64
@@ -213,5 +224,5 @@ def test_every_expert_drops_by_a_key_of_its_own(randomised, x64):
     ],
 )
 def test_what_cannot_be_built_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make()
