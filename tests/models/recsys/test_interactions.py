@@ -195,6 +195,16 @@ def test_every_expert_drops_by_a_key_of_its_own(randomised, x64):
     np.testing.assert_array_equal(module(x, dense, key=key), module(x, dense, key=key))
 
 
+@pytest.mark.parametrize("name", ["FactorizationMachine", "DotProduct", "SelfAttention", "MlpExperts"])
+def test_activations_and_dropout_are_looked_at_before_anything_is_built(name):
+    make = getattr(interactions, name)
+    with pytest.raises(UserError, match=f"{name}: activation must be one of relu, gelu, silu, linear; got 'tanhh'"):
+        make(outputs=1, activation="tanhh")
+    for rate in (-0.1, 1.0, 2.0, math.nan):
+        with pytest.raises(UserError, match=rf"{name}: dropout must lie in \[0, 1\); got {rate}"):
+            make(outputs=1, dropout=rate)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -219,8 +229,14 @@ def test_every_expert_drops_by_a_key_of_its_own(randomised, x64):
             lambda: interactions.SelfAttention(outputs=1, heads=3).build(
                 LayerInputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64
             ),
-            "heads must divide the width 4 of a vector; got 3",
+            "heads must divide the width 4 of a vector; got 3. Take 1 or 2 or 4",
         ),
+        (
+            lambda: interactions.Convolution(outputs=1, kernel=4),
+            "Convolution: kernel must be odd.*; got 4. Take 3 or 5",
+        ),
+        (lambda: interactions.Convolution(outputs=1, kernel=-1), "Convolution: kernel must be at least 1; got -1"),
+        (lambda: interactions.Convolution(outputs=1, activation="x"), "Convolution: activation must be one of relu, "),
     ],
 )
 def test_what_cannot_be_built_is_refused(make, message):
