@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.models.recsys.dcnv2 import DcnV2Config
 from scalejax.models.recsys.dlrm import DlrmConfig
@@ -110,3 +111,12 @@ def test_hidden_widths_below_one_are_refused_by_the_name_of_their_field(config, 
         with pytest.raises(UserError, match=f"{config.__name__}: {field} must be .*; got {got}"):
             config(**needed, **{field: widths})
     assert getattr(config(**needed, **{field: ()}), field) == ()
+
+
+def test_one_vector_without_dense_features_has_no_pair():
+    one = Schema(categorical=(Categorical(name="a", rows=4),))
+    with pytest.raises(UserError, match="^DlrmConfig: .* needs two vectors or dense features; got 1 and no dense"):
+        DlrmConfig(dim=4).task(one).dense_parameters()
+    beside = dataclasses.replace(one, dense=("x",))
+    assert DlrmConfig(dim=4).task(beside).dense_parameters() > 0
+    assert DcnV2Config(dim=4).task(one).dense_parameters() > 0

@@ -374,6 +374,11 @@ def test_modules_that_do_not_fit_are_refused():
         TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=4), DlrmTower(dim=8)))
     with pytest.raises(ValueError, match=r"DlrmTower: each \+ mixed must be at least 1; got 0"):
         DlrmTower(dim=3, each=0)
+    alone = Partition(towers=(tuple("ab"),))
+    schema = Schema(categorical=tuple(Categorical(name=name, rows=4) for name in "ab"))
+    with pytest.raises(UserError, match=r"^DlrmConfig: .* needs two vectors or dense features; got 1 and no dense"):
+        config = TowersConfig(base=DLRM, towers=alone, modules=(LinearCompression(outputs=1),))
+        config.task(schema).dense_parameters()
     with pytest.raises(ValueError, match=r"make 3 of a width of 4, which does not go into vectors of 2 evenly"):
         TowersConfig(base=WUKONG, towers=UNEQUAL, modules=(DlrmTower(dim=3),))
 
