@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.errors import UserError, check_at_least, check_one_of, check_several
 from scalejax.nn.dropout import dropout
 from scalejax.nn.linear import Linear
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
@@ -37,11 +37,10 @@ def check_mlp(name: str, *, activation: str = "relu", dropout: float = 0.0, **wi
       **widths: By field.
 
     Raises:
-      UserError: widths that are no sequence, a width below 1, another activation, dropout outside [0, 1).
+      UserError: widths that are no tuple, a width below 1, another activation, dropout outside [0, 1).
     """
     for field, sizes in widths.items():
-        if not isinstance(sizes, Sequence) or isinstance(sizes, str):
-            raise UserError(f"{name}: {field} must be widths such as (256,), with the comma; got {sizes!r}.")
+        check_several(f"{name}: {field}", sizes, "256")
         for size in sizes:
             check_at_least(f"{name}: {field}", size, 1)
     check_one_of(f"{name}: activation", activation, get_args(Activation))

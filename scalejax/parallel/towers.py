@@ -27,6 +27,11 @@ class Partition:
     towers: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:
+        if not all(isinstance(names, tuple | list) for names in (self.towers, *self.towers)):
+            raise UserError(
+                "Partition: towers must be tuples of names, such as (('a', 'b'), ('c',)) with the commas; got "
+                f"{self.towers!r}."
+            )
         names = [name for tower in self.towers for name in tower]
         twice = sorted({name for name in names if names.count(name) > 1})
         empty = [str(t) for t, tower in enumerate(self.towers) if not tower]

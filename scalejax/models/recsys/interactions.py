@@ -284,8 +284,8 @@ class DotProduct:
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "DotProducts":
         if self.mixed is None and inputs.n < 2 and not inputs.dense:
             raise UserError(
-                f"DotProduct: its input needs two vectors or dense features; got {inputs.n} and no dense ones. Give the "
-                "layer before it more outputs, or set mixed=2."
+                f"DotProduct: its input needs two vectors or dense features; got {inputs.n} and no dense ones. Give "
+                "the layer before it more outputs, or set mixed=2."
             )
         return DotProducts(self, inputs, rngs=rngs, dtypes=dtypes)
 

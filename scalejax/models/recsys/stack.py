@@ -92,7 +92,7 @@ class StackConfig(abc.ABC):
         named = [i.feature for i in self.important] + [f for group in self.narrow for f in group.features]
         twice = sorted({f for f in named if named.count(f) > 1})
         if twice:
-            raise ValueError(f"{name}: a feature is important or in one narrow group; {', '.join(twice)} appear twice.")
+            raise UserError(f"{name}: a feature is important or in one narrow group; {', '.join(twice)} appear twice.")
 
     def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set.

@@ -115,7 +115,7 @@ def test_hidden_widths_below_one_are_refused_by_the_name_of_their_field(config, 
 
 def test_one_vector_without_dense_features_has_no_pair():
     one = Schema(categorical=(Categorical(name="a", rows=4),))
-    with pytest.raises(UserError, match="^DlrmConfig: .* needs two vectors or dense features; got 1 and no dense"):
+    with pytest.raises(UserError, match=r"^DlrmConfig: .* needs two vectors or dense features; got 1 and no dense"):
         DlrmConfig(dim=4).task(one).dense_parameters()
     beside = dataclasses.replace(one, dense=("x",))
     assert DlrmConfig(dim=4).task(beside).dense_parameters() > 0

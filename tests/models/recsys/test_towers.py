@@ -362,6 +362,26 @@ def test_what_is_no_module_of_a_tower_is_refused(module):
         TowersConfig(base=DLRM, towers=UNEQUAL, modules=(module,))
 
 
+def test_a_forgotten_comma_is_shown():
+    with pytest.raises(
+        UserError, match=r"modules must be a tuple, \(DlrmTower\(\.\.\.\),\) with the comma; got DlrmTow"
+    ):
+        TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=2)))
+    with pytest.raises(
+        UserError, match=r"^Partition: towers must be tuples of names, .* with the commas; got \('a', 'b'\)"
+    ):
+        Partition(towers=(("a"), ("b")))
+    with pytest.raises(UserError, match=r"with the commas; got 'ab'"):
+        Partition(towers="ab")
+
+
+def test_towers_without_a_partition_are_refused():
+    with pytest.raises(
+        UserError, match=r"^TowersConfig: towers must be a Partition; got \(\('a',\), \('b',\)\)\. Write Part"
+    ):
+        TowersConfig(base=DLRM, towers=(("a",), ("b",)))
+
+
 def test_what_is_no_model_over_vectors_is_refused():
     with pytest.raises(UserError, match=r"^TowersConfig: base must be .* DhenConfig; got LogisticConfig\("):
         TowersConfig(base=LogisticConfig(), towers=UNEQUAL, modules=(DlrmTower(dim=4),))
