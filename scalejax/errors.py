@@ -44,3 +44,9 @@ def check_one_of(name: str, value: object, choices: Collection[object]) -> None:
     """Refuses a value that is none of `choices`."""
     if value not in choices:
         raise UserError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
+
+
+def check_several(name: str, value: object, element: str) -> None:
+    """Refuses what is neither a tuple nor a list, as `(x)` with a forgotten comma; `element` stands for x."""
+    if not isinstance(value, tuple | list):
+        raise UserError(f"{name} must be a tuple, ({element},) with the comma; got {value!r}.")

@@ -25,6 +25,7 @@ from scalejax.nn.linear import wide as wide
 from scalejax.nn.mlp import Activation as Activation
 from scalejax.nn.mlp import Mlp as Mlp
 from scalejax.nn.mlp import activate as activate
+from scalejax.nn.mlp import check_mlp as check_mlp
 from scalejax.nn.norm import BatchNorm as BatchNorm
 from scalejax.nn.norm import ConvNorm as ConvNorm
 from scalejax.nn.norm import GroupNorm as GroupNorm

@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from scalejax.errors import UserError, check_at_least, check_one_of, check_several
 from scalejax.nn.dropout import dropout
 from scalejax.nn.linear import Linear
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
@@ -24,6 +25,27 @@ _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu, "
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
     """The activation of that name, element by element."""
     return _ACTIVATIONS[activation](x)
+
+
+def check_mlp(name: str, *, activation: str = "relu", dropout: float = 0.0, **widths: Sequence[int]) -> None:
+    """Refuses what no MLP has, by the names of the fields that say it.
+
+    Args:
+      name: The config that has them, for messages.
+      activation: Of its hidden layers.
+      dropout: After them.
+      **widths: By field.
+
+    Raises:
+      UserError: widths that are no tuple, a width below 1, another activation, dropout outside [0, 1).
+    """
+    for field, sizes in widths.items():
+        check_several(f"{name}: {field}", sizes, "256")
+        for size in sizes:
+            check_at_least(f"{name}: {field}", size, 1)
+    check_one_of(f"{name}: activation", activation, get_args(Activation))
+    if not 0.0 <= dropout < 1.0:
+        raise UserError(f"{name}: dropout must lie in [0, 1); got {dropout}.")
 
 
 class Mlp(nnx.Module):
@@ -54,9 +76,8 @@ class Mlp(nnx.Module):
           dtypes: Of the parameters, and of the products' operands.
           out_dtype: Dtype of the last layer's result; None = that of its operands.
         """
-        for choice in (activation, final_activation):
-            if choice not in _ACTIVATIONS:
-                raise ValueError(f"Mlp: activation must be one of {', '.join(_ACTIVATIONS)}; got {choice!r}.")
+        check_mlp("Mlp", activation=activation, dropout=dropout_rate, sizes=sizes)
+        check_one_of("Mlp: final_activation", final_activation, get_args(Activation))
         last = len(sizes) - 2
         self.layers = nnx.List(
             [

@@ -27,6 +27,11 @@ class Partition:
     towers: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:
+        if not all(isinstance(names, tuple | list) for names in (self.towers, *self.towers)):
+            raise UserError(
+                "Partition: towers must be tuples of names, such as (('a', 'b'), ('c',)) with the commas; got "
+                f"{self.towers!r}."
+            )
         names = [name for tower in self.towers for name in tower]
         twice = sorted({name for name in names if names.count(name) > 1})
         empty = [str(t) for t, tower in enumerate(self.towers) if not tower]
@@ -39,17 +44,17 @@ class Partition:
             )
 
     def check(self, features: Sequence[str], field: str = "model.towers") -> None:
-        """Raises UserError unless these are the features of the towers; `field` is what to set, for the message."""
+        """Raises UserError unless these are the features; `field` is the field or the option that gave the towers."""
         names = {name for tower in self.towers for name in tower}
         missing = [name for name in features if name not in names]
         unknown = sorted(names.difference(features))
         said = [f"{', '.join(missing)} are in none"] if missing else []
         said += [f"{', '.join(unknown)} are not in the data"] if unknown else []
         if said:
+            how = f"Give {field} a file that" if field.startswith("--") else f"Set {field}, by hand or to a file that"
             raise UserError(
                 f"Partition: the towers must have the {len(features)} categorical features of the data between them; "
-                f"{'; '.join(said)}. Set {field}, by hand or to a file that `scalejax towers RUN --save` wrote "
-                "for this data."
+                f"{'; '.join(said)}. {how} `scalejax towers RUN --save` wrote for this data."
             )
 
     def on_hosts(self, hosts: int) -> "HostTowers":

@@ -19,6 +19,9 @@ from scalejax.plan.arithmetic.gpu_hosts import DenseLayer, Strategy
 from scalejax.plan.arithmetic.tower_steps import IN_HOST, TowerModel, TowerSteps
 from scalejax.plan.planner_machines import Gpus
 
+LEAST_S = 1e-3
+"""Of a shorter step latencies are most, which the arithmetic does not have."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverTowers:
@@ -27,7 +30,7 @@ class OverTowers:
     Attributes:
       count: T.
       flops: Of an example, forward.
-      compression: How many times fewer numbers cross between hosts than pooled vectors have.
+      compression: How many times fewer numbers cross between towers than pooled vectors have.
     """
 
     count: int
@@ -99,18 +102,19 @@ def plan_on_gpus(work: ClickWork, machine: Gpus, batch_size: int) -> GpuPlan:
             f"topology: a click model on GPUs is planned by figures of two or more hosts of {IN_HOST}; got "
             f"{machine.name}. Try {machine.chip.name}:{max(2, machine.hosts)}x{IN_HOST}."
         )
+    hosts, towers = machine.hosts, work.towers
+    if towers is not None and towers.count % hosts and hosts % towers.count:
+        raise UserError(
+            f"topology: {towers.count} towers do not go evenly on {hosts} hosts. Take "
+            f"{machine.chip.name}:{towers.count}x{IN_HOST}, or another partition."
+        )
     if batch_size % machine.devices:
         near = machine.devices * max(1, round(batch_size / machine.devices))
         raise UserError(
             f"data.batch_size: {batch_size:,} examples do not divide over the {machine.devices} GPUs of "
             f"{machine.name}. Use --set data.batch_size={near}."
         )
-    hosts, towers, examples = machine.hosts, work.towers, batch_size // machine.devices
-    if towers is not None and towers.count % hosts and hosts % towers.count:
-        raise UserError(
-            f"topology: {towers.count} towers do not go evenly on {hosts} hosts. Take "
-            f"{machine.chip.name}:{towers.count}x{IN_HOST}, or another partition."
-        )
+    examples = batch_size // machine.devices
     on = tower_steps.generation_of(machine.chip)
     layer = DenseLayer(
         parameters=work.parameters / work.layers,

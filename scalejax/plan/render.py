@@ -9,7 +9,8 @@ from rich.table import Table
 from scalejax.parallel import links
 from scalejax.parallel.mesh import mesh_text
 from scalejax.plan.arithmetic.mesh_search import Candidate, SearchResult
-from scalejax.plan.gpu_steps import GpuPlan
+from scalejax.plan.arithmetic.tower_steps import LOCAL_BATCH
+from scalejax.plan.gpu_steps import LEAST_S, GpuPlan
 from scalejax.plan.run import PlanResult
 from scalejax.plan.serving import ServingPlan, ServingTime
 from scalejax.units import duration, size
@@ -185,7 +186,7 @@ def _render_gpus(result: GpuPlan, console: "Console") -> None:
     if towers is not None:
         console.print(
             f"over {towers.count} towers {towers.flops / 1e6:.4g} MFLOP, and {towers.compression:.3g} times fewer "
-            "numbers between hosts"
+            "numbers between them"
         )
     dense = Table(title="Dense part, tables left out", title_justify="left")
     dense.add_column("strategy")
@@ -201,6 +202,12 @@ def _render_gpus(result: GpuPlan, console: "Console") -> None:
     for route, seconds in steps.items():
         routes.add_row(route, duration(seconds), f"{steps['flat'] / seconds:.2f}")
     console.print(dense, routes)
+    if min(steps.values()) < LEAST_S:
+        console.print(
+            f"[yellow]Warning:[/yellow] steps under {duration(LEAST_S)} are longer than this: how long launches and "
+            f"collectives take at least is not in it. Published ones have {LOCAL_BATCH:,} examples a GPU: raise "
+            "data.batch_size."
+        )
     console.print(
         "by arithmetic from published figures of hosts of 8 GPUs, with parameters and gradients in 16 bits on their "
         "way and 16 bytes of state a parameter; docs/systems.md says how far it is from published steps"

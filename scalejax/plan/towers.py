@@ -114,9 +114,10 @@ class Partitioner:
         named = [name for group in self.first for name in group]
         wrong = [name for name in named if name not in names or named.count(name) > 1]
         if wrong or not all(self.first):
+            got = ", ".join(name or "''" for name in wrong) or "none"
             raise UserError(
-                f"--first: every group must name features of the run, each once; got {', '.join(wrong) or 'none'} in "
-                f"it. The features are {', '.join(names)}."
+                f"--first: every group must name features of the run, each once; got {got} in it. The "
+                f"features are {', '.join(names)}."
             )
         rest = tuple(name for name in names if name not in named)
         groups = [*self.first, *([rest] if rest else [])]

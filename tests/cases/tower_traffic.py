@@ -75,18 +75,18 @@ def check_between(found, planes, compression=1.0, itemsize=4):
       itemsize: Bytes of a number of that.
     """
     payload = found.payload * itemsize / 4
-    hops = two_level_bytes(payload, found.hosts, found.in_host, compression)
+    hop, _ = two_level_bytes(payload, found.hosts, found.in_host, compression)
     assert all(
         sorted(device // found.in_host for device in group) == [*range(found.hosts)] for group in found.between.groups
     )
     assert found.between.count == 3
     assert found.between.bytes == 2 * payload / compression + planes * found.ids
-    assert found.between.minimum_bytes == 2 * hops.between + planes * found.ids * (found.hosts - 1) // found.hosts
+    assert found.between.minimum_bytes == 2 * hop.between + planes * found.ids * (found.hosts - 1) // found.hosts
 
 
 def check_within(found, planes):
     """The same within hosts, where one device has all rows of a feature, or of a slice of its columns."""
-    hops = two_level_bytes(found.payload, found.hosts, found.in_host)
+    _, hop = two_level_bytes(found.payload, found.hosts, found.in_host)
     assert found.within.count == 3
     share = (found.in_host - 1) / found.in_host
-    assert found.within.minimum_bytes == 2 * hops.within + planes * found.ids * share
+    assert found.within.minimum_bytes == 2 * hop.within + planes * found.ids * share

@@ -175,6 +175,7 @@ def test_a_feature_costs_the_bytes_of_its_rows_and_of_its_vector():
         ({"balance": "rows"}, r"--balance must be one of count, cost; got 'rows'"),
         ({"ratio": 0.5}, r"--ratio must be at least 1 and finite; got 0.5"),
         ({"first": (("f1", "x"), ("f1",))}, r"--first: every group must name features of the run, .* got f1, x, f1"),
+        ({"first": (("", ""),)}, r"--first: every group must name features of the run, each once; got '', '' in it"),
         ({"first": (("f1",), ())}, r"--first: every group must name features of the run, .* got none"),
         ({"first": (("f1",), ("f2",)), "towers": 2}, r"--first: 3 groups, with that of all other features, .* got 2"),
     ],

@@ -42,8 +42,8 @@ def train(
         typer.Option(
             "--data",
             metavar="FILE",
-            help="A table of your own for dcnv2, wukong, dlrm or logistic: CSV or TSV (.gz, .zst), Parquet, Arrow. "
-            "What its columns are is inferred, shown, and written into the run folder as a recipe.",
+            help="A table of your own for dcnv2, wukong, dlrm, dhen or logistic: CSV or TSV (.gz, .zst), Parquet, "
+            "Arrow. What its columns are is inferred, shown, and written into the run folder as a recipe.",
         ),
     ] = None,
     label: Annotated[

@@ -83,14 +83,15 @@ class ByDate:
 
 def _days(name: str, dates: DateRange) -> range:
     """Days of the year of a range of dates, from 0 on."""
+    given: tuple[str, ...] = (dates,) if isinstance(dates, str) else dates
     try:
-        first, last = ((datetime.date.fromisoformat(text) - _FIRST).days for text in dates)
+        first, last = ((datetime.date.fromisoformat(text) - _FIRST).days for text in given)
     except ValueError:
         first, last = 0, -1
     if not 0 <= first <= last < DAYS:
         raise UserError(
             f"ByDate: {name} must be the first and the last day of a range in 2013, such as 2013-01-01,2013-06-30; got "
-            f"{','.join(map(str, dates))}."
+            f"{','.join(map(str, given))}."
         )
     return range(first, last + 1)
 

@@ -38,6 +38,10 @@ class DcnV2Config(OneVectorConfig):
     cross_rank: int | None = None
     deep_hidden: tuple[int, ...] = (2048, 2048, 2048, 2048)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        nn.check_mlp("DcnV2Config", deep_hidden=self.deep_hidden)
+
     def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set."""
         return CtrTask(model=self, schema=schema)

@@ -27,7 +27,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.errors import UserError, check_at_least, check_one_of, check_several
 from scalejax.models.recsys.interactions import Interaction, LayerInputs, Mix, Normalization, check_returned
 from scalejax.models.recsys.stack import StackConfig
 
@@ -51,19 +51,20 @@ class EnsembleLayer:
     def __post_init__(self) -> None:
         check_one_of("EnsembleLayer: ensemble", self.ensemble, get_args(Ensemble))
         check_one_of("EnsembleLayer: normalization", self.normalization, get_args(Normalization))
+        check_several("EnsembleLayer: modules", self.modules, "LinearCompression(...)")
         if not self.modules:
-            raise ValueError(
+            raise UserError(
                 "EnsembleLayer: modules must hold at least one module, such as LinearCompression(outputs=8); got none."
             )
         for module in self.modules:
             if not hasattr(module, "build") or not hasattr(module, "outputs"):
-                raise ValueError(
+                raise UserError(
                     "EnsembleLayer: modules must be interactions such as LinearCompression(outputs=8), with `outputs` "
                     f"and `build`; got {module!r}."
                 )
         counts = [module.outputs for module in self.modules]
         if self.ensemble != "concat" and len(set(counts)) > 1:
-            raise ValueError(
+            raise UserError(
                 f"EnsembleLayer: the modules of ensemble={self.ensemble!r} must return equally many vectors; got "
                 f"{', '.join(f'{type(m).__name__} {m.outputs}' for m in self.modules)}. Give them equal outputs, or "
                 "take ensemble='concat'."
@@ -91,8 +92,9 @@ class DhenConfig(StackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("DhenConfig: repeats", self.repeats, 1)
+        check_several("DhenConfig: layers", self.layers, "EnsembleLayer(...)")
         if not self.layers:
-            raise ValueError("DhenConfig: layers must hold at least one EnsembleLayer; got none.")
+            raise UserError("DhenConfig: layers must hold at least one EnsembleLayer; got none.")
         for layer in self.layers:
             if not isinstance(layer, EnsembleLayer):
                 raise UserError(

@@ -25,6 +25,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
+from scalejax.errors import UserError
 from scalejax.models.recsys.task import CtrTask, OneVectorConfig
 
 
@@ -38,6 +39,10 @@ class DlrmConfig(OneVectorConfig):
 
     top_hidden: tuple[int, ...] = (512, 512)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        nn.check_mlp("DlrmConfig", top_hidden=self.top_hidden)
+
     def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set."""
         return CtrTask(model=self, schema=schema)
@@ -46,8 +51,17 @@ class DlrmConfig(OneVectorConfig):
         return Dlrm(self, schema, rngs, dtypes)
 
     def mlp_sizes(self, schema: Schema) -> dict[str, tuple[int, ...]]:
-        """Sizes of the MLPs: "bottom" (if there are dense features) and "top"."""
+        """Sizes of the MLPs: "bottom" (if there are dense features) and "top".
+
+        Raises:
+          UserError: there is one vector, and so neither a pair nor dense features.
+        """
         n = self.input_vectors(schema)
+        if n < 2 and not schema.dense:
+            raise UserError(
+                f"DlrmConfig: an example needs two vectors or dense features; got {n} and no dense ones. Give the data "
+                "another feature, the modules of a tower more outputs, or take a model such as DcnV2Config."
+            )
         top_in = n * (n - 1) // 2 + (self.dim if schema.dense else 0)
         return {**self.bottom_sizes(schema), "top": (top_in, *self.top_hidden, len(schema.labels))}
 

@@ -149,6 +149,13 @@ class FactorizationMachine:
             check_at_least(f"FactorizationMachine: {name}", getattr(self, name), 1)
         check_one_of("FactorizationMachine: kind", self.kind, get_args(FmKind))
         check_one_of("FactorizationMachine: normalization", self.normalization, get_args(Normalization))
+        nn.check_mlp(
+            "FactorizationMachine",
+            activation=self.activation,
+            dropout=self.dropout,
+            hidden=self.hidden,
+            attention_hidden=self.attention_hidden,
+        )
 
     def sizes(self, inputs: LayerInputs) -> tuple[int, ...]:
         """Sizes of the MLP."""
@@ -272,8 +279,14 @@ class DotProduct:
         check_at_least("DotProduct: outputs", self.outputs, 1)
         if self.mixed is not None:
             check_at_least("DotProduct: mixed", self.mixed, 2)
+        nn.check_mlp("DotProduct", activation=self.activation, dropout=self.dropout, hidden=self.hidden)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "DotProducts":
+        if self.mixed is None and inputs.n < 2 and not inputs.dense:
+            raise UserError(
+                f"DotProduct: its input needs two vectors or dense features; got {inputs.n} and no dense ones. Give "
+                "the layer before it more outputs, or set mixed=2."
+            )
         return DotProducts(self, inputs, rngs=rngs, dtypes=dtypes)
 
 
@@ -401,10 +414,15 @@ class SelfAttention:
             check_at_least(f"SelfAttention: {name}", getattr(self, name), 1)
         if self.hidden is not None:
             check_at_least("SelfAttention: hidden", self.hidden, 1)
+        nn.check_mlp("SelfAttention", activation=self.activation, dropout=self.dropout)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "EncoderLayer":
         if inputs.d % self.heads:
-            raise ValueError(f"SelfAttention: heads must divide the width {inputs.d} of a vector; got {self.heads}.")
+            fitting = [n for n in range(1, inputs.d + 1) if inputs.d % n == 0]
+            raise UserError(
+                f"SelfAttention: heads must divide the width {inputs.d} of a vector; got {self.heads}. Take "
+                f"{' or '.join(map(str, fitting))}."
+            )
         return EncoderLayer(self, inputs, rngs=rngs, dtypes=dtypes)
 
 
@@ -457,8 +475,14 @@ class Convolution:
     activation: nn.Activation = "linear"
 
     def __post_init__(self) -> None:
-        for name in ("outputs", "channels"):
+        for name in ("outputs", "channels", "kernel"):
             check_at_least(f"Convolution: {name}", getattr(self, name), 1)
+        if self.kernel % 2 == 0:
+            raise UserError(
+                f"Convolution: kernel must be odd, so that filters have a middle; got {self.kernel}. Take "
+                f"{self.kernel - 1} or {self.kernel + 1}."
+            )
+        nn.check_mlp("Convolution", activation=self.activation)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "ImageOfVectors":
         return ImageOfVectors(self, inputs, rngs=rngs, dtypes=dtypes)
@@ -512,6 +536,7 @@ class MlpExperts:
     def __post_init__(self) -> None:
         for name in ("outputs", "experts"):
             check_at_least(f"MlpExperts: {name}", getattr(self, name), 1)
+        nn.check_mlp("MlpExperts", activation=self.activation, dropout=self.dropout, hidden=self.hidden)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "GatedMlps":
         return GatedMlps(self, inputs, rngs=rngs, dtypes=dtypes)

@@ -9,7 +9,7 @@ Axes: B examples, n vectors of an example, d width of a vector, T tasks.
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import check_at_least, check_one_of
+from scalejax.errors import UserError, check_at_least
 from scalejax.models.recsys.task import CtrTask, check_features, pooled_table
 from scalejax.parallel.embedding.config import TableConfig
 
@@ -38,6 +38,9 @@ class NarrowGroup:
     dim: int
     vectors: int = 1
     hidden: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        nn.check_mlp("NarrowGroup", hidden=self.hidden)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,14 +80,19 @@ class StackConfig(abc.ABC):
         name = type(self).__name__
         for field in ("dim", "dense_vectors", "feature_vectors"):
             check_at_least(f"{name}: {field}", getattr(self, field), 1)
-        for field in ("dropout", "embedding_dropout"):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise ValueError(f"{name}: {field} must lie in [0, 1); got {getattr(self, field)}.")
-        check_one_of(f"{name}: activation", self.activation, get_args(nn.Activation))
+        nn.check_mlp(
+            name,
+            activation=self.activation,
+            dropout=self.dropout,
+            head_hidden=self.head_hidden,
+            bottom_hidden=self.bottom_hidden,
+        )
+        if not 0.0 <= self.embedding_dropout < 1.0:
+            raise UserError(f"{name}: embedding_dropout must lie in [0, 1); got {self.embedding_dropout}.")
         named = [i.feature for i in self.important] + [f for group in self.narrow for f in group.features]
         twice = sorted({f for f in named if named.count(f) > 1})
         if twice:
-            raise ValueError(f"{name}: a feature is important or in one narrow group; {', '.join(twice)} appear twice.")
+            raise UserError(f"{name}: a feature is important or in one narrow group; {', '.join(twice)} appear twice.")
 
     def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from scalejax import nn
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.nn import counts
@@ -174,8 +175,7 @@ class OneVectorConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"{type(self).__name__}: dropout must lie in [0, 1); got {self.dropout}.")
+        nn.check_mlp(type(self).__name__, dropout=self.dropout, bottom_hidden=self.bottom_hidden)
 
     def tables(self, schema: Schema) -> tuple[TableConfig, ...]:
         return tuple(

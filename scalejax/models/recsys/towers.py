@@ -32,7 +32,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Categorical, Schema
-from scalejax.errors import UserError, check_at_least
+from scalejax.errors import UserError, check_at_least, check_several
 from scalejax.models.recsys.dcnv2 import Cross, DcnV2Config
 from scalejax.models.recsys.dhen import DhenConfig
 from scalejax.models.recsys.dlrm import DlrmConfig
@@ -198,6 +198,12 @@ class TowersConfig:
                 "TowersConfig: base must be a model over vectors, DlrmConfig, DcnV2Config, WukongConfig or DhenConfig; "
                 f"got {self.base!r}."
             )
+        if not isinstance(self.towers, Partition):
+            raise UserError(
+                "TowersConfig: towers must be a Partition; got "
+                f"{self.towers!r}. Write Partition(towers=(('a', 'b'), ('c',)))."
+            )
+        check_several("TowersConfig: modules", self.modules, "DlrmTower(...)")
         for module in self.modules:
             if not isinstance(module, _MIXES) and not all(hasattr(module, name) for name in _TOWER_MODULE):
                 raise UserError(
@@ -212,12 +218,12 @@ class TowersConfig:
                 f"them one dim; that of LinearCompression and FactorizationMachine is the tables', {self.table_dim}."
             )
         if isinstance(self.base, StackConfig) and (self.base.important or self.base.narrow):
-            raise ValueError(
+            raise UserError(
                 "TowersConfig: all features must have tables of one width; got base.important or base.narrow. Leave "
                 "them out."
             )
         if self.base.dim * self.dim % self.table_dim:
-            raise ValueError(
+            raise UserError(
                 f"TowersConfig: the modules make {self.dim} of a width of {self.table_dim}, which does not go into "
                 f"vectors of {self.base.dim} evenly. Take another dim."
             )

@@ -78,6 +78,7 @@ class WukongConfig(StackConfig):
             check_at_least(f"WukongConfig: {name}", getattr(self, name), 1)
         for name, choices in (("fm", FmKind), ("normalization", Normalization)):
             check_one_of(f"WukongConfig: {name}", getattr(self, name), get_args(choices))
+        nn.check_mlp("WukongConfig", fmb_hidden=self.fmb_hidden, attention_hidden=self.attention_hidden)
 
     def build_layers(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> list[nnx.Module]:
         return [WukongLayer(n, self, rngs=rngs, dtypes=dtypes) for n in self.layer_inputs(schema)]

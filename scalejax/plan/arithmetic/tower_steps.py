@@ -4,15 +4,17 @@
     found.flat_s / found.towers_s, found.flat_s / found.two_level_s
 
 DMT (L. Luo et al., MLSys 2024, arXiv 2403.00877). A device has B examples, whose pooled vectors are W numbers of s
-bytes; T hosts of L devices. It receives, one way,
+bytes; H hosts of L devices, T towers of K = H / T hosts each. It receives, one way,
 
-    flat         B W s (T-1)/T from other hosts, B W s (L-1)/(T L) from its own
-    two levels   B W s (T-1)/T / c                B W s (L-1)/L
+    flat             B W s (H-1)/H from other hosts    B W s (L-1)/(H L) from its own
+    between towers   B W s (T-1)/T / c
+    within one       B W s (K-1)/K                     B W s (L-1)/(K L)
 
-where modules between the hops divide what leaves their host by c. Without latency, and with r the rate between hosts
-over that within them, the exchange becomes `exchange_speed_up` times as fast: less than 1 at c = 1. What makes two
-levels fast all the same is that a network card reaches the more of its rate the fewer devices of other hosts it talks
-to (`network_share`, from Fig. 5 of the paper): (T-1) L of them, or T-1.
+where modules between the last two, the hops, divide what leaves their tower by c; two levels without towers have T = H
+and c = 1. With a host each, without latency, and with r the rate between hosts over that within them, the exchange
+becomes `exchange_speed_up` times as fast: less than 1 at c = 1. What makes two levels fast all the same is that a
+network card reaches the more of its rate the fewer devices of other hosts it talks to (`network_share`, from Fig. 5 of
+the paper): (H-1) L of them flat, T-1 and (K-1) L in the hops.
 
 Four numbers are fitted, on the printed breakdown of one step of DCN on 64 H100 (Fig. 1 and section 6): compute 29.4 ms
 flat and 21.8 ms over towers, for 96.22 and 62.60 MFLOP an example, which give a share of the peak and a part that does
@@ -115,14 +117,14 @@ PUBLISHED_MODELS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hops:
-    """Bytes that a device receives, one way, or seconds, from other hosts and from its own."""
+    """Bytes that a device receives, one way, from other hosts and from its own."""
 
     between: float
     within: float
 
     @property
     def total(self) -> float:
-        """Both, one after the other."""
+        """Both."""
         return self.between + self.within
 
 
@@ -141,14 +143,16 @@ class TowerSteps:
     towers_s: float
 
 
-def flat_bytes(payload: float, hosts: int, in_host: int) -> Hops:
+def flat_bytes(payload: float, hosts: float, in_host: int) -> Hops:
     """Of a device whose examples need `payload` bytes of pooled vectors."""
     return Hops(between=payload * (hosts - 1) / hosts, within=payload * (in_host - 1) / (hosts * in_host))
 
 
-def two_level_bytes(payload: float, hosts: int, in_host: int, compression: float = 1.0) -> Hops:
-    """The same by two hops, with modules between that make vectors `compression` times smaller."""
-    return Hops(between=payload * (hosts - 1) / hosts / compression, within=payload * (in_host - 1) / in_host)
+def two_level_bytes(
+    payload: float, towers: int, in_host: int, compression: float = 1.0, *, hosts_each: float = 1
+) -> tuple[Hops, Hops]:
+    """The same between towers of so many hosts and within one; modules make vectors `compression` times smaller."""
+    return flat_bytes(payload / compression, towers, 1), flat_bytes(payload, hosts_each, in_host)
 
 
 def exchange_speed_up(compression: float, ratio: float, hosts: int, in_host: int) -> float:
@@ -163,7 +167,7 @@ def exchange_speed_up(compression: float, ratio: float, hosts: int, in_host: int
     return 1 / (1 / compression + ratio * (in_host - 1) / in_host * hosts / (hosts - 1))
 
 
-def network_share(remote_peers: int) -> float:
+def network_share(remote_peers: float) -> float:
     """Share of its rate that a network card reaches in an all-to-all with so many devices of other hosts.
 
     By the logarithm between what was measured; the ends hold beyond.
@@ -196,7 +200,8 @@ def steps(
     Args:
       model: The model.
       on: The GPUs.
-      hosts: At least 2; with more than it has towers, several share one, as if evenly (26 towers on 32 hosts are not).
+      hosts: At least 2; with more than it has towers, several share one, as if evenly (26 towers on 32 hosts are not),
+        and the hop within it crosses the network, too.
       exposed: Share of the two hops that nothing hides; None = as fitted, 1 = bandwidth alone.
       over: FLOPs and c over towers in place of those of the model.
       examples: Of a GPU.
@@ -211,18 +216,16 @@ def steps(
     flops, compression = over or model.towers[towers]
     scale = examples * width / (LOCAL_BATCH * WIDTH)
     payload = scale * PAYLOAD
-    flat = _seconds(flat_bytes(payload, hosts, IN_HOST), on, remote_peers=(hosts - 1) * IN_HOST).total
+    flat = _seconds(flat_bytes(payload, hosts, IN_HOST), on, remote_peers=(hosts - 1) * IN_HOST)
     rest = scale * _REST_S * _H100.network_bytes_per_s / on.network_bytes_per_s
     rest += scale * _FIXED_S * _H100.memory_bytes_per_s / on.memory_bytes_per_s
-
-    def by_two_hops(compression: float) -> float:
-        hops = two_level_bytes(payload, hosts, IN_HOST, compression)
-        return exposed * _seconds(hops, on, remote_peers=towers - 1).total
+    two_level = exposed * _two_hops_s(payload, on, hosts, hosts)
+    over_towers = exposed * _two_hops_s(payload, on, hosts, towers, compression)
 
     return TowerSteps(
         flat_s=products_s(model.flops, on, examples) + flat + rest,
-        two_level_s=products_s(model.flops, on, examples) + by_two_hops(1.0) + rest,
-        towers_s=products_s(flops, on, examples) + by_two_hops(compression) + rest,
+        two_level_s=products_s(model.flops, on, examples) + two_level + rest,
+        towers_s=products_s(flops, on, examples) + over_towers + rest,
     )
 
 
@@ -231,9 +234,15 @@ def products_s(flops: float, on: Generation, examples: float = LOCAL_BATCH) -> f
     return _S_PER_FLOP * flops * examples / LOCAL_BATCH * _H100.flops_per_s / on.flops_per_s
 
 
-def _seconds(moved: Hops, on: Generation, *, remote_peers: int) -> Hops:
+def _two_hops_s(payload: float, on: Generation, hosts: int, towers: int, compression: float = 1.0) -> float:
+    each = hosts / towers
+    between, within = two_level_bytes(payload, towers, IN_HOST, compression, hosts_each=each)
+    return _seconds(between, on, remote_peers=towers - 1) + _seconds(within, on, remote_peers=(each - 1) * IN_HOST)
+
+
+def _seconds(moved: Hops, on: Generation, *, remote_peers: float) -> float:
     network = on.network_bytes_per_s * network_share(remote_peers)
-    return Hops(between=moved.between / network, within=moved.within / on.link_bytes_per_s)
+    return moved.between / network + moved.within / on.link_bytes_per_s
 
 
 _H100, _HOSTS = GENERATIONS["h100"], 8
@@ -247,8 +256,8 @@ _FIXED_S = _FLAT_COMPUTE_S - _S_PER_FLOP * _DCN.flops
 PEAK_SHARE = 3 * LOCAL_BATCH / _S_PER_FLOP / _H100.flops_per_s
 """Of the peak FLOP/s of an H100, forward and backward pass taken as three times the FLOPs of an example."""
 
-PAYLOAD = _FLAT_EXPOSED_S / _seconds(flat_bytes(1.0, _HOSTS, IN_HOST), _H100, remote_peers=(_HOSTS - 1) * IN_HOST).total
+PAYLOAD = _FLAT_EXPOSED_S / _seconds(flat_bytes(1.0, _HOSTS, IN_HOST), _H100, remote_peers=(_HOSTS - 1) * IN_HOST)
 """Bytes of pooled vectors and of their gradients that a device needs, both ways together."""
 
-EXPOSED = _TOWER_EXPOSED_S / _seconds(two_level_bytes(PAYLOAD, _HOSTS, IN_HOST), _H100, remote_peers=_HOSTS - 1).total
+EXPOSED = _TOWER_EXPOSED_S / _two_hops_s(PAYLOAD, _H100, _HOSTS, _HOSTS)
 """Share of the two hops that nothing hides."""

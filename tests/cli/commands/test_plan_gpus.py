@@ -32,6 +32,15 @@ def test_a_flat_model_has_no_towers_and_a_stack_its_layers(invoke, tmp_path):
     assert (found["work"]["layers"], found["work"]["towers"]) == (4, None)
 
 
+@pytest.mark.parametrize(("hosts", "batch", "words"), [(64, 1024, True), (2, 2**20, False)])
+def test_steps_that_are_mostly_latency_are_said_to_be(invoke, hosts, batch, words):
+    """2 examples a GPU and 65,536: what a launch or a collective takes at least is not in the arithmetic."""
+    asked = ("--topology", f"h100:{hosts}x8", "--set", f"data.batch_size={batch}")
+    done = invoke("plan", "dlrm-flights_towers", *asked)
+    assert done.exit_code == 0, done.stderr
+    assert ("Warning: steps under 1 ms are longer than this" in " ".join(done.stdout.split())) == words
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -191,6 +191,7 @@ def test_numbers_of_a_range_of_days_are_those_of_the_days_before() -> None:
         ),
         ({"test": ("2013-12-31", "2013-12-01")}, r"split\.test must be the first and the last day .* got 2013-12-31,"),
         ({"test": ("2014-01-01", "2014-01-31")}, r"split\.test must be the first and the last day of a range in 2013"),
+        ({"train": "2013-01-01"}, r"split\.train must be .* such as 2013-01-01,2013-06-30; got 2013-01-01\."),
         (
             {"numbers": ("January", "June")},
             r"split\.numbers must be .* such as 2013-01-01,2013-06-30; got January,June",

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from scalejax.data.examples.schema import Categorical, Schema
+from scalejax.errors import UserError
 from scalejax.models.recsys.dcnv2 import DcnV2Config
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.logistic import LogisticConfig
+from scalejax.models.recsys.wukong import NarrowGroup, WukongConfig
 from scalejax.numerics.dtypes import Dtypes
 
 F64 = Dtypes(jnp.float64, jnp.float64)
@@ -88,3 +91,32 @@ def test_dropout_acts_only_with_a_key(schema, examples):
         plain = model(embedded, batch["dense"])
         assert np.array_equal(plain, model(embedded, batch["dense"]))
         assert not np.array_equal(plain, model(embedded, batch["dense"], key=jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (DlrmConfig, "top_hidden"),
+        (DlrmConfig, "bottom_hidden"),
+        (DcnV2Config, "deep_hidden"),
+        (WukongConfig, "head_hidden"),
+        (WukongConfig, "fmb_hidden"),
+        (WukongConfig, "attention_hidden"),
+        (NarrowGroup, "hidden"),
+    ],
+)
+def test_hidden_widths_below_one_are_refused_by_the_name_of_their_field(config, field):
+    needed = {"features": ("a",), "dim": 2} if config is NarrowGroup else {}
+    for widths, got in {(0,): "0", (-4, 3): "-4", 8: "8"}.items():
+        with pytest.raises(UserError, match=f"{config.__name__}: {field} must be .*; got {got}"):
+            config(**needed, **{field: widths})
+    assert getattr(config(**needed, **{field: ()}), field) == ()
+
+
+def test_one_vector_without_dense_features_has_no_pair():
+    one = Schema(categorical=(Categorical(name="a", rows=4),))
+    with pytest.raises(UserError, match=r"^DlrmConfig: .* needs two vectors or dense features; got 1 and no dense"):
+        DlrmConfig(dim=4).task(one).dense_parameters()
+    beside = dataclasses.replace(one, dense=("x",))
+    assert DlrmConfig(dim=4).task(beside).dense_parameters() > 0
+    assert DcnV2Config(dim=4).task(one).dense_parameters() > 0

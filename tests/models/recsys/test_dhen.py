@@ -240,6 +240,14 @@ def test_a_module_of_ones_own_stands_in_a_layer_and_returns_what_it_says(schema,
             lambda: DhenConfig(layers=(LinearCompression(outputs=4),)),
             r"layers must be layers of modules; got LinearCompression\(outputs=4\)\. Write EnsembleLayer",
         ),
+        (
+            lambda: EnsembleLayer(modules=LinearCompression(outputs=4)),
+            r"EnsembleLayer: modules must be a tuple, \(LinearCompression\(\.\.\.\),\) with the comma; got LinearCompr",
+        ),
+        (
+            lambda: DhenConfig(layers=EnsembleLayer(modules=(CROSS,))),
+            r"DhenConfig: layers must be a tuple, \(EnsembleLayer\(\.\.\.\),\) with the comma; got EnsembleLayer\(",
+        ),
         (lambda: EnsembleLayer(modules=("linear",)), "must be interactions such as Linear.*got 'linear'"),
         (
             lambda: EnsembleLayer(modules=(LinearCompression(outputs=3), FeatureCross(outputs=4)), ensemble="sum"),
@@ -252,5 +260,5 @@ def test_a_module_of_ones_own_stands_in_a_layer_and_returns_what_it_says(schema,
     ],
 )
 def test_what_cannot_be_built_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make()

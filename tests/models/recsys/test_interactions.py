@@ -11,6 +11,7 @@ from flax import nnx
 from jax.test_util import check_grads
 
 from scalejax import nn
+from scalejax.errors import UserError
 from scalejax.models.recsys import interactions
 from scalejax.models.recsys.interactions import LayerInputs
 
@@ -194,6 +195,16 @@ def test_every_expert_drops_by_a_key_of_its_own(randomised, x64):
     np.testing.assert_array_equal(module(x, dense, key=key), module(x, dense, key=key))
 
 
+@pytest.mark.parametrize("name", ["FactorizationMachine", "DotProduct", "SelfAttention", "MlpExperts"])
+def test_activations_and_dropout_are_looked_at_before_anything_is_built(name):
+    make = getattr(interactions, name)
+    with pytest.raises(UserError, match=f"{name}: activation must be one of relu, gelu, silu, linear; got 'tanhh'"):
+        make(outputs=1, activation="tanhh")
+    for rate in (-0.1, 1.0, 2.0, math.nan):
+        with pytest.raises(UserError, match=rf"{name}: dropout must lie in \[0, 1\); got {rate}"):
+            make(outputs=1, dropout=rate)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -201,17 +212,37 @@ def test_every_expert_drops_by_a_key_of_its_own(randomised, x64):
         (lambda: interactions.FactorizationMachine(outputs=1, kind="full"), "kind must be one of"),
         (lambda: interactions.FactorizationMachine(outputs=1, rank=0), "rank must be at least 1; got 0"),
         (lambda: interactions.DotProduct(outputs=1, mixed=1), "mixed must be at least 2; got 1"),
+        (
+            lambda: interactions.DotProduct(outputs=1).build(LayerInputs(n=1, d=D), rngs=nnx.Rngs(0), dtypes=F64),
+            "DotProduct: .* needs two vectors or dense features; got 1 and no dense ones. Give the layer",
+        ),
         (lambda: interactions.FeatureCross(outputs=1, rank=0), "rank must be at least 1; got 0"),
         (lambda: interactions.MlpExperts(outputs=1, experts=0), "experts must be at least 1; got 0"),
         (lambda: interactions.SelfAttention(outputs=1, hidden=0), "SelfAttention: hidden must be at least 1; got 0"),
+        (lambda: interactions.DotProduct(outputs=1, hidden=(0,)), "DotProduct: hidden must be at least 1; got 0"),
+        (lambda: interactions.MlpExperts(outputs=1, hidden=(8, -1)), "MlpExperts: hidden must be at least 1; got -1"),
+        (
+            lambda: interactions.FactorizationMachine(outputs=1, attention_hidden=(0,)),
+            "FactorizationMachine: attention_hidden must be at least 1; got 0",
+        ),
+        (
+            lambda: nn.Mlp((4, 0, 1), rngs=nnx.Rngs(0)),
+            "Mlp: sizes must be at least 1; got 0",
+        ),
         (
             lambda: interactions.SelfAttention(outputs=1, heads=3).build(
                 LayerInputs(n=N, d=D), rngs=nnx.Rngs(0), dtypes=F64
             ),
-            "heads must divide the width 4 of a vector; got 3",
+            "heads must divide the width 4 of a vector; got 3. Take 1 or 2 or 4",
         ),
+        (
+            lambda: interactions.Convolution(outputs=1, kernel=4),
+            "Convolution: kernel must be odd.*; got 4. Take 3 or 5",
+        ),
+        (lambda: interactions.Convolution(outputs=1, kernel=-1), "Convolution: kernel must be at least 1; got -1"),
+        (lambda: interactions.Convolution(outputs=1, activation="x"), "Convolution: activation must be one of relu, "),
     ],
 )
 def test_what_cannot_be_built_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make()

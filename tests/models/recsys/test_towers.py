@@ -362,6 +362,26 @@ def test_what_is_no_module_of_a_tower_is_refused(module):
         TowersConfig(base=DLRM, towers=UNEQUAL, modules=(module,))
 
 
+def test_a_forgotten_comma_is_shown():
+    with pytest.raises(
+        UserError, match=r"modules must be a tuple, \(DlrmTower\(\.\.\.\),\) with the comma; got DlrmTow"
+    ):
+        TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=2)))
+    with pytest.raises(
+        UserError, match=r"^Partition: towers must be tuples of names, .* with the commas; got \('a', 'b'\)"
+    ):
+        Partition(towers=(("a"), ("b")))
+    with pytest.raises(UserError, match=r"with the commas; got 'ab'"):
+        Partition(towers="ab")
+
+
+def test_towers_without_a_partition_are_refused():
+    with pytest.raises(
+        UserError, match=r"^TowersConfig: towers must be a Partition; got \(\('a',\), \('b',\)\)\. Write Part"
+    ):
+        TowersConfig(base=DLRM, towers=(("a",), ("b",)))
+
+
 def test_what_is_no_model_over_vectors_is_refused():
     with pytest.raises(UserError, match=r"^TowersConfig: base must be .* DhenConfig; got LogisticConfig\("):
         TowersConfig(base=LogisticConfig(), towers=UNEQUAL, modules=(DlrmTower(dim=4),))
@@ -374,6 +394,11 @@ def test_modules_that_do_not_fit_are_refused():
         TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=4), DlrmTower(dim=8)))
     with pytest.raises(ValueError, match=r"DlrmTower: each \+ mixed must be at least 1; got 0"):
         DlrmTower(dim=3, each=0)
+    alone = Partition(towers=(tuple("ab"),))
+    schema = Schema(categorical=tuple(Categorical(name=name, rows=4) for name in "ab"))
+    with pytest.raises(UserError, match=r"^DlrmConfig: .* needs two vectors or dense features; got 1 and no dense"):
+        config = TowersConfig(base=DLRM, towers=alone, modules=(LinearCompression(outputs=1),))
+        config.task(schema).dense_parameters()
     with pytest.raises(ValueError, match=r"make 3 of a width of 4, which does not go into vectors of 2 evenly"):
         TowersConfig(base=WUKONG, towers=UNEQUAL, modules=(DlrmTower(dim=3),))
 

@@ -221,7 +221,7 @@ FOUR = in_turn(8, 4)
     [
         (FOUR, (), machine(9, 3), r"got 4 towers and replica=3\. Take replica=1 or 2 or 4 "),
         (FOUR, (), machine(8, 1), "got 4 towers and replica=8"),
-        (in_turn(6, 2), (), machine(), "t6_ids, t7_ids are in none. Set --towers"),
+        (in_turn(6, 2), (), machine(), "t6_ids, t7_ids are in none. Give --towers a file that"),
         (in_turn(9, 2), (), machine(), "t8_ids are not in the data"),
         (
             FOUR,

@@ -30,6 +30,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, Sgd
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -94,6 +95,7 @@ OPTIONS = {
         "data__categorical": (*FEATURES[:-1], Categorical(name="c10", rows=None)),
     },
     "deltas": {"tables__full_every": 6},
+    "tiers": {"tables__tiers": (Tier(features=("c9",), slots=64),)},
 }
 HOSTS = ((2, 2), (2, 4), (4, 4), (8, 8))
 """Indices of `replica`, and towers."""
@@ -148,7 +150,8 @@ def trained(experiment, mesh, devices, steps):
 
 @functools.cache
 def on_one_device(rows, count, modules, base, option):
-    options = {name: value for name, value in OPTIONS[option].items() if name != "gradients__microbatch"}
+    whole = "gradients__microbatch", "tables__tiers"  # one device takes a batch at once and holds every row
+    options = {name: value for name, value in OPTIONS[option].items() if name not in whole}
     return trained(over_towers(rows, count, modules, base, **options), MeshShape(), 1, 3)[:2]
 
 
