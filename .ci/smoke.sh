@@ -15,6 +15,8 @@ timeout 600 python -m pytest -q -n 2 -p no:cacheprovider -m aot \
   "tests/aot/test_number_formats.py::test_a_tile_in_a_kernel[v5e:2x2-bdr_mx9-ties_to_even]" \
   tests/aot/test_sdp4bit_step.py::test_eight_bits_travel_within_a_slice_and_four_between \
   tests/aot/test_sdp4bit_step.py::test_buckets_do_not_wait_for_each_other_and_work_goes_on_while_they_are_between_slices \
+  "tests/aot/test_dhen_step.py::test_only_shards_of_dense_gradients_cross_between_slices[explicit]" \
+  "tests/aot/test_tower_step.py::test_pooled_vectors_alone_cross_between_slices[table_wise]" \
   "tests/aot/test_wire_formats.py::test_rows_and_gradients_of_tables_travel_as_bytes[int8-float8_e5m2-68-68]"
 timeout 600 python -m pytest -q -p no:cacheprovider -m multiprocess \
   tests/multiprocess/test_training.py::test_two_processes_record_what_one_does \
