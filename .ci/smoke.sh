@@ -2,7 +2,7 @@
 # A kernel of each family, a step of each kind of model and a wire format compiled for a TPU, and processes that train and
 # fail together; the full tier has the rest (tests/README.md). usage: smoke.sh
 set -euo pipefail
-timeout 600 python -m pytest -q -n 2 -p no:cacheprovider -m aot \
+timeout 900 python -m pytest -q -n 2 -p no:cacheprovider -m aot \
   "tests/aot/test_llama_step.py::test_compiles_with_kernels_on_fsdp_and_tensor[v5p:2x2x2-splash-explicit]" \
   "tests/aot/test_wukong_step.py::test_wukong_compiles_and_fits[flights-v6e:2x2]" \
   "tests/aot/test_graph_plan.py::test_a_gcn_over_cora_is_planned_on_one_chip" \
