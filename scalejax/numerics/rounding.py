@@ -1,7 +1,7 @@
 """Dropping the low bits of an integer: to the nearest, ties to even or away from zero; toward zero; or stochastically.
 
-The magnitude is rounded, so that Q(-x) = -Q(x). By chance, a number that lies a fraction d above its lower neighbour
-goes up with probability d: with 32 random bits r it does where floor(r / 2) + floor(2^31 d) >= 2^31.
+The magnitude is rounded, so that Q(-x) = -Q(x). Stochastically, a number that lies a fraction d above its lower
+neighbour goes up with probability d: with 32 random bits r it does where floor(r / 2) + floor(2^31 d) >= 2^31.
 
 And intermediate results that are rounded by themselves. A compiler may turn a * b + c into one fused multiply-add with
 one rounding instead of two, and whether it does depends on what else is in the program: the same update compiled for

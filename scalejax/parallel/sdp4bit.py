@@ -258,9 +258,9 @@ class Sdp4BitExchange:
             return said
         return (
             *said,
-            f"Sdp4Bit: gradients of {len(whole)} parameters ({', '.join(list(whole)[:3])}"
-            f"{', ...' if len(whole) > 3 else ''}; {units.size(sum(whole.values()))}) travel in float32: they are "
-            "smaller than replicate_below, or no dimension divides by the devices.",
+            f"Sdp4Bit: {units.size(sum(whole.values()))} of gradients travel in float32, of parameters that are below "
+            f"replicate_below or that the devices divide in no dimension: {', '.join(list(whole)[:3])}"
+            f"{f' and {len(whole) - 3} more' if len(whole) > 3 else ''}.",
         )
 
     def sent(self, params: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int]) -> dict[str, SentBytes]:

@@ -2,7 +2,7 @@
 
 A program takes a tile of values that lie together, whole groups of them, and holds it in registers:
 
-    quantize     load, transform, largest of each group, levels rounded at random, halves of groups into bytes, store
+    quantize     load, transform, largest of each group, stochastic levels, halves of groups into bytes, store
     combine      bytes of one row after the other, decoded and added up; then as above, or the sum itself
 
 The five stages of a transform see the tile as [pairs, 2, distance] and sum over the two, with a sign. A sum of two

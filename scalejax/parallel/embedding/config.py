@@ -298,7 +298,7 @@ class TableConfig:
       optimizer: The row optimizer.
       init_scale: Rows start uniform in [-init_scale, init_scale]; None = 1/sqrt(rows), the DLRM convention.
       rounding: How updated rows become bfloat16 or float16. "stochastic" rounds up or down in proportion, so
-        that updates below half a unit in the last place add up; the chance is a function of table, row, column and
+        that updates below half a unit in the last place add up; the draw is a function of table, row, column and
         step, the same on every mesh.
       id_map: None = ids are row numbers; otherwise ids are any 64-bit integers, and a map on the devices gives them
         rows. It has as many as the table.

@@ -1,5 +1,6 @@
 """Levels under one scale a row, rounded stochastically to one of the two next to a value, unbiased."""
 
+import abc
 import dataclasses
 from typing import ClassVar, Literal, cast
 
@@ -23,7 +24,7 @@ from scalejax.parallel.compression.compressors.protocol import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Dithering:
+class _Dithering(abc.ABC):
     """What both have; `_MOST`, `_KIND` and `_rows_under_l2` are theirs."""
 
     _MOST: ClassVar[int]
@@ -59,9 +60,9 @@ class _Dithering:
         """Bits of 2 s for each value, and four."""
         return streams.packed_bytes(n, (2 * self.levels).bit_length()) + 4
 
+    @abc.abstractmethod
     def _rows_under_l2(self) -> int:
         """The shortest rows with E ||C(x) - x||^2 >= ||x||^2 for some x, under scale="l2"."""
-        raise NotImplementedError
 
     def _packed(self, level: jax.Array) -> jax.Array:
         return streams.pack(level + self.levels, (2 * self.levels).bit_length())
