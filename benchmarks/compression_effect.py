@@ -9,13 +9,14 @@ python benchmarks/compression_effect.py --runs FILE report > table.md
               seeds: quantized weights and gradients apart and together. Base and all others are the strategy `Sdp4Bit`
               with pieces left out, so that nothing else differs. One rate for all, chosen for the base.
     llama     the same model on 8 hosts of one device, three seeds: every compressor of `Ddp`, with feedback and without
+    clan      the same under LANS, with the compressors that need feedback
     images    ResNet-8 on the bundled 5,000 pictures of Fashion-MNIST, likewise
 
-Rates are one of four, in `llama` and `images` each arm its own, in `sdp4bit` that of the base. A seed draws parameters
-and the order of examples anew, the same for every arm, so that differences are taken seed by seed; intervals are of
-Student's t over seeds. The error of the exchange is that of the reduced gradient, the length of what is wrong over its
-own, of the first step, half-way and at the end. Copies, and with them the model, are in float32: what bfloat16 adds is
-the same for all arms.
+Rates are one of four, and where the lowest or the highest is the best, others beyond it until one is worse; each arm
+has its own, but for `sdp4bit`, where all have that of the base. A seed draws parameters and the order of examples anew,
+the same for every arm, so that differences are taken seed by seed; intervals are of Student's t over seeds. The error
+of the exchange is that of the reduced gradient, the length of what is wrong over its own, of the first step, half-way
+and at the end. Copies, and with them the model, are in float32: what bfloat16 adds is the same for all arms.
 """
 
 import os
@@ -69,6 +70,11 @@ LLAMA = (
     "llama-shakespeare", f"data.path={TEXT}", f"data.tokenizer.path={TEXT}", "evaluation.every=0", "steps=600",
     "model.layers=2", "model.unroll=2", "model.dim=64", "model.ffn_dim=192", "model.kv_heads=4",
 )  # fmt: skip
+LANS = (
+    "optimizer=Lans", "optimizer.learning_rate=WarmupCosine", "optimizer.learning_rate.warmup=0.03",
+    "optimizer.learning_rate.final=0.1", "optimizer.b2=0.95", "optimizer.weight_decay=0.1",
+)  # fmt: skip
+"""But for the rate what the recipe has of AdamW."""
 IMAGES = ("resnet-smoke", "data.batch_size=32", "evaluation.every=0", "evaluation.final=end", "steps=560")
 
 PLAIN = Sdp4Bit(weights="plain", gradients="plain", param_dtype=None)
@@ -88,8 +94,8 @@ PIECES = {
 }
 
 
-def _compressed() -> dict[str, Any]:
-    """Every compressor with and without feedback; random places with feedback are not scaled."""
+def _compressed(*names: str) -> dict[str, Any]:
+    """Compressors, all where none is named, with and without feedback; random places with feedback are not scaled."""
     found: dict[str, Any] = {BASE: Ddp(accumulate="local")}
     for name, compressor in (
         ("float16", Fp16()),
@@ -101,12 +107,17 @@ def _compressed() -> dict[str, Any]:
         ("natural dithering", NaturalDithering()),
         ("int4:128", Blocks(format="int4:128")),
     ):
+        if names and name not in names:
+            continue
         for feedback in ("none", "vanilla"):
             how = Compression(compressor=compressor, error_feedback=feedback, plain_below=0)
             found[f"{name}, {'with' if feedback != 'none' else 'no'} feedback"] = Ddp(
                 accumulate="local", compression=how
             )
     return found
+
+
+CLAN = _compressed("one bit", "one bit of 128", "top 1 %")
 
 
 class Study(NamedTuple):
@@ -116,7 +127,7 @@ class Study(NamedTuple):
       sets: A recipe, and what is set.
       hosts: Of the eight devices.
       arms: Name -> strategy.
-      rates: Peaks that are tried.
+      rates: Peaks that are tried in any case.
       own_rates: Whether each arm has a rate of its own, or all that of the base.
       seeds: Of the runs.
       split, metric: What is scored at the end.
@@ -135,6 +146,7 @@ class Study(NamedTuple):
 STUDIES = {
     "sdp4bit": Study(LLAMA, 2, PIECES, (1.5e-3, 3e-3, 6e-3, 1.2e-2), False, (1, 2, 3, 4, 5), "validation", "loss"),
     "llama": Study(LLAMA, 8, _compressed(), (1e-3, 3e-3, 6e-3, 1.2e-2), True, (1, 2, 3), "validation", "loss"),
+    "clan": Study((*LLAMA, *LANS), 8, CLAN, (5e-3, 1e-2, 2e-2, 4e-2), True, (1, 2, 3), "validation", "loss"),
     "images": Study(IMAGES, 8, _compressed(), (0.01, 0.03, 0.1, 0.3), True, (1, 2, 3), "test", "loss"),
 }
 
@@ -268,17 +280,28 @@ def kept(runs: KeptRuns, arm: Arm, seed: int, *, make: bool) -> dict[str, Any] |
 
 
 def trials(runs: KeptRuns, study: str, arm: str, steps: int, *, make: bool = False) -> dict[float, dict[str, Any]]:
-    """Rate -> a run with the seed of the trials."""
-    found = {rate: kept(runs, Arm(study, arm, rate, steps), TUNING_SEED, make=make) for rate in STUDIES[study].rates}
-    return {rate: run for rate, run in found.items() if run is not None}
+    """Rate -> a run with the seed of the trials, from the lowest rate on; nothing where some were not made."""
+    s, found = STUDIES[study], {}
+    wanted = list(s.rates)
+    while wanted:
+        for rate in wanted:
+            run = kept(runs, Arm(study, arm, rate, steps), TUNING_SEED, make=make)
+            if run is None:
+                return {}
+            found[rate] = run
+        tried = sorted(found)
+        best = min(tried, key=lambda rate: found[rate]["scores"][s.metric])
+        wanted = []
+        if best in (tried[0], tried[-1]):
+            neighbour = tried[1] if best == tried[0] else tried[-2]
+            wanted = [float(f"{best * best / neighbour:.3g}")]
+    return found
 
 
 def rate_of(runs: KeptRuns, study: str, arm: str, steps: int) -> float | None:
     """The rate of an arm, whose trial ended best; None = not all were made."""
     found, metric = trials(runs, study, arm if STUDIES[study].own_rates else BASE, steps), STUDIES[study].metric
-    if len(found) < len(STUDIES[study].rates):
-        return None
-    return min(found, key=lambda rate: found[rate]["scores"][metric])
+    return min(found, key=lambda rate: found[rate]["scores"][metric], default=None)
 
 
 def missed(study: str, shares: dict[str, list[float]]) -> list[str]:

@@ -54,6 +54,24 @@ def test_rates_are_tried_once_and_the_best_is_taken_for_pairs(
     assert row.endswith("| 6.000 | 0.000 |")
 
 
+def test_rates_beyond_the_four_are_tried_until_one_is_worse(scripts: Any, tmp_path: pathlib.Path) -> None:
+    effect = scripts("compression_effect")
+    runs, four = scripts("kept_runs").KeptRuns(tmp_path / "runs.jsonl"), (1e-3, 3e-3, 6e-3, 1.2e-2)
+
+    def add(rate: float, loss: float) -> None:
+        key = effect.Arm("llama", "base", rate, 600)._asdict() | {"seed": effect.TUNING_SEED}
+        runs.append(key | {"scores": {"loss": loss}})
+
+    for rate, loss in zip(four, (2.4, 2.2, 2.1, 2.0), strict=True):
+        add(rate, loss)
+    assert effect.rate_of(runs, "llama", "base", 600) is None  # one above the highest is to be tried
+    add(0.024, 1.9)
+    assert effect.rate_of(runs, "llama", "base", 600) is None
+    add(0.048, float("inf"))
+    assert effect.rate_of(runs, "llama", "base", 600) == 0.024
+    assert sorted(effect.trials(runs, "llama", "base", 600)) == [*four, 0.024, 0.048]
+
+
 def test_missed_aims_are_named(scripts: Any) -> None:
     missed = scripts("compression_effect").missed
     good = {"qW": [14.0, 12.0, 6.0], "qWD": [0.0, 0.01, -0.01], "SDP4Bit": [0.3, 0.2, 0.25]}
