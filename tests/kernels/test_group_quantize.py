@@ -55,7 +55,7 @@ def test_to_nearest_it_is_what_numpy_says(format):
 
 
 @BOTH
-def test_by_chance_it_is_one_of_the_two_levels_and_right_on_average(format):
+def test_stochastically_it_is_one_of_the_two_levels_and_right_on_average(format):
     x = heavy_tailed(format.size)
     levels, scales = levels_of(x, format)
     draws = 10_000

@@ -125,7 +125,7 @@ def test_subnormal_numbers_keep_what_the_lowest_scale_holds(name):
 
 
 @pytest.mark.parametrize("rounding", format_cases.ROUNDINGS)
-def test_rounding_by_chance_is_right_on_average_and_the_others_are_not(rounding):
+def test_stochastic_rounding_is_right_on_average_and_the_others_are_not(rounding):
     x = jnp.full((1 << 14,), 1.3).at[::32].set(7.0)
     key = jax.random.key(0) if rounding == "stochastic" else None
     got = np.asarray(api.cast(x, "mxfp4_e2m1", axis=0, rounding=rounding, key=key, scale_rule="rceil"))
@@ -217,8 +217,8 @@ def test_the_gradient_of_a_cast_passes_straight_through():
     gradient = jax.jit(jax.grad(lambda x: jnp.vdot(weights, api.cast(x, "mxfp4_e2m1", axis=0))))(x)
     np.testing.assert_array_equal(np.asarray(gradient), np.asarray(weights))
     key = jax.random.key(0)
-    by_chance = jax.grad(lambda x: jnp.vdot(weights, api.cast(x, "nvfp4", axis=0, rounding="stochastic", key=key)))
-    np.testing.assert_array_equal(np.asarray(by_chance(x)), np.asarray(weights))
+    stochastic = jax.grad(lambda x: jnp.vdot(weights, api.cast(x, "nvfp4", axis=0, rounding="stochastic", key=key)))
+    np.testing.assert_array_equal(np.asarray(stochastic(x)), np.asarray(weights))
 
 
 def test_no_program_gathers_or_takes_logarithms():

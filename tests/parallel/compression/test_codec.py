@@ -125,7 +125,7 @@ def test_bytes_of_another_format_or_length_are_refused():
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def by_chance(x, key, format, scale_rule=None):
+def stochastic(x, key, format, scale_rule=None):
     data = codec.encode(x, format, scale_rule=scale_rule, rounding="stochastic", key=key)
     return codec.decode(data, format, length=x.shape[-1])
 
@@ -133,14 +133,14 @@ def by_chance(x, key, format, scale_rule=None):
 @pytest.mark.parametrize(
     ("format", "scale_rule"), [("int4:128", None), ("int8:128", None), ("fp8_e4m3", None), ("bdr_mx4", "rceil")]
 )
-def test_by_chance_too_it_is_the_cast_to_the_bit(format, scale_rule):
+def test_rounded_stochastically_too_it_is_the_cast_to_the_bit(format, scale_rule):
     x = jnp.asarray(numbers(3, 300))
     expected = cast(
         x, format, axis=-1, tail="pad", scale_rule=scale_rule, rounding="stochastic", key=hash_key(KEY)
     )  # fmt: skip
-    got = by_chance(x, KEY, format, scale_rule)
+    got = stochastic(x, KEY, format, scale_rule)
     np.testing.assert_array_equal(bits(got), bits(expected))
-    assert not np.array_equal(got, by_chance(x, KEY + jnp.uint32(1), format, scale_rule))
+    assert not np.array_equal(got, stochastic(x, KEY + jnp.uint32(1), format, scale_rule))
 
 
 def mean_error(rounds, x):
@@ -152,11 +152,11 @@ def mean_error(rounds, x):
 
 @pytest.mark.default_cases("bdr_mx4", "mxint8", "int4:128")
 @pytest.mark.parametrize("format", WIRE_FORMATS)
-def test_chance_is_right_on_average_where_nothing_saturates_and_refused_elsewhere(format):
+def test_stochastic_rounding_is_right_on_average_where_nothing_saturates_and_refused_elsewhere(format):
     x = np.float32([1.9999, -1.3, 0.9, -0.77, 0.31, 0.12, -0.05, 0.011])
     keys = jnp.stack([jnp.arange(4000, dtype=jnp.uint32), jnp.zeros(4000, jnp.uint32)], axis=1)
     rule = "rceil" if format in WITH_EXPONENTS else None
-    assert mean_error(jax.vmap(lambda key: by_chance(x, key, format, rule))(keys), x) < 4
+    assert mean_error(jax.vmap(lambda key: stochastic(x, key, format, rule))(keys), x) < 4
     if rule:
         biased = jax.vmap(
             lambda key: cast(jnp.asarray(x), format, axis=-1, tail="pad", rounding="stochastic", key=hash_key(key))
@@ -167,7 +167,7 @@ def test_chance_is_right_on_average_where_nothing_saturates_and_refused_elsewher
                 codec.encode(x, format, scale_rule=refused, rounding="stochastic", key=KEY)
 
 
-def test_a_key_goes_with_chance_and_a_scale_of_the_array_does_not_travel():
+def test_a_key_goes_with_stochastic_rounding_and_a_scale_of_the_array_does_not_travel():
     with pytest.raises(UserError, match="stochastic rounding needs one"):
         codec.encode(jnp.ones(8), "int4:128", rounding="stochastic")
     with pytest.raises(UserError, match="no other rounding does"):

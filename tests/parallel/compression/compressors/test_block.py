@@ -32,7 +32,7 @@ def test_integers_are_one_of_the_two_next_to_the_value(bits, size):
                 assert decoded[r, i] == np.float32(level) * scales[b]
 
 
-def test_rounded_to_nearest_it_wants_no_key_and_by_chance_one():
+def test_rounded_to_nearest_it_wants_no_key_and_stochastically_one():
     assert Blocks(format="int4:128").traits[:3] == ("int4:128, stochastic", "own", "unbiased")
     nearest = Blocks(format="int4:128", rounding="ties_to_even")
     assert nearest.traits[:3] == ("int4:128, ties_to_even", "none", "biased")

@@ -63,7 +63,7 @@ def test_the_largest(k):
 
 
 @pytest.mark.parametrize("k", RANDOM)
-def test_values_by_chance(k):
+def test_values_at_random_places(k):
     found = np.asarray(many(RandomKEntries(k=k), X, 50))[:, 0]
     for i, value in RANDOM[k].items():
         assert set(np.round(found[:, i], 5).tolist()) == {0.0, np.round(np.float32(value), 5)}
@@ -73,7 +73,7 @@ def test_values_by_chance(k):
 
 
 @pytest.mark.parametrize(("kind", "scale", "levels"), DITHERED)
-def test_levels_by_chance(kind, scale, levels):
+def test_stochastic_levels(kind, scale, levels):
     unit, recorded = DITHERED[kind, scale, levels]
     compressor = (LinearDithering if kind == "linear" else NaturalDithering)(levels=levels, scale=scale)
     found = np.asarray(many(compressor, jnp.asarray(X), 4000))[:, 0] / unit

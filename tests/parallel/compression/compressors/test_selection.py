@@ -1,4 +1,4 @@
-"""The k largest of a row, and k distinct places by chance."""
+"""The k largest of a row, and k distinct places at random."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The k largest values, and k values by chance."""
+"""The k largest values, and k values at random places."""
 
 import jax.numpy as jnp
 import numpy as np

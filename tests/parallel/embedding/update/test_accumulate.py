@@ -113,7 +113,7 @@ FOUR = ((8, "grid"), (2, "data_parallel"), (8, "row_wise"), (4, "table_wise"))
     [("bfloat16", FOUR[:1]), pytest.param("float16", FOUR, marks=pytest.mark.slow)],
     ids=["bfloat16", "float16"],
 )
-def test_rounding_by_chance_is_the_same_on_every_mesh_and_differs_from_nearest(dtype, places):
+def test_stochastic_rounding_is_the_same_on_every_mesh_and_differs_from_nearest(dtype, places):
     tables = tuple(dataclasses.replace(t, dtype=dtype) for t in wide_tables(OPTIMIZERS["rowwise"]))
     host = batch(BATCH)
     grads = given_grads(tables, host)
