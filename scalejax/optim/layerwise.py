@@ -26,7 +26,7 @@ import optax
 
 from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.optim.masks import NORMS_AND_BIASES, check_paths, matrices, path_of
-from scalejax.optim.schedules import Constant, Schedule
+from scalejax.optim.schedules import Constant, Schedule, check_schedule
 
 Normalization = Literal["none", "block"]
 Bounded = Literal["ratio", "norm"]
@@ -121,6 +121,7 @@ class Lans:
 
 def _check(config: Lamb | Lans) -> None:
     name = type(config).__name__
+    check_schedule(f"{name}: learning_rate", config.learning_rate)
     for field in ("b1", "b2"):
         if not 0 <= getattr(config, field) < 1:
             raise UserError(f"{name}: {field} must lie in [0, 1); got {getattr(config, field)}.")

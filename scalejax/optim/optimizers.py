@@ -12,7 +12,7 @@ import optax
 from scalejax.errors import UserError, check_one_of
 from scalejax.optim.layerwise import Lamb, Lans
 from scalejax.optim.masks import check_paths, matrices
-from scalejax.optim.schedules import Constant, Schedule
+from scalejax.optim.schedules import Constant, Schedule, check_schedule
 
 Counts = Literal["one", "each"]
 
@@ -30,6 +30,9 @@ class Sgd:
     learning_rate: Schedule = Constant(value=1e-2)
     momentum: float = 0.0
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_schedule("Sgd: learning_rate", self.learning_rate)
 
     def build(self, steps: int) -> optax.GradientTransformation:
         descent = optax.sgd(self.learning_rate.build(steps), momentum=self.momentum or None)
@@ -54,6 +57,7 @@ class Adam:
     counts: Counts = "one"
 
     def __post_init__(self) -> None:
+        check_schedule("Adam: learning_rate", self.learning_rate)
         check_one_of("Adam: counts", self.counts, get_args(Counts))
 
     def build(self, steps: int) -> optax.GradientTransformation:
@@ -79,6 +83,9 @@ class AdamL2:
     eps: float = 1e-8
     l2: float = 5e-4
     only: str = ""
+
+    def __post_init__(self) -> None:
+        check_schedule("AdamL2: learning_rate", self.learning_rate)
 
     def build(self, steps: int) -> optax.GradientTransformation:
         adam = optax.adam(self.learning_rate.build(steps), b1=self.b1, b2=self.b2, eps=self.eps)
@@ -110,6 +117,7 @@ class AdamW:
     counts: Counts = "one"
 
     def __post_init__(self) -> None:
+        check_schedule("AdamW: learning_rate", self.learning_rate)
         check_one_of("AdamW: counts", self.counts, get_args(Counts))
 
     def build(self, steps: int) -> optax.GradientTransformation:

@@ -1,8 +1,11 @@
 """Schedules as data; `build(steps)` gives an optax schedule (step -> value)."""
 
 import dataclasses
+from typing import get_args
 
 import optax
+
+from scalejax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class WarmupCosineAnneal:
     def __post_init__(self) -> None:
         _check_warmup(self)
         if not 0.0 <= self.anneal < 1.0 - self.warmup:
-            raise ValueError(
+            raise UserError(
                 f"WarmupCosineAnneal: anneal must be a fraction of the run in [0, {1.0 - self.warmup:g}); got "
                 f"{self.anneal}."
             )
@@ -94,8 +97,19 @@ class WarmupCosineAnneal:
 Schedule = Constant | WarmupCosine | WarmupLinear | WarmupCosineAnneal
 
 
+def check_schedule(name: str, value: object) -> None:
+    """Refuses what is no schedule, such as a number; one of the user's own has `build`."""
+    if not hasattr(value, "build"):
+        kinds = ", ".join(kind.__name__ for kind in get_args(Schedule))
+        rate = value if isinstance(value, int | float) else 1e-3
+        raise UserError(
+            f"{name} must be a schedule ({kinds}); got {value!r}. A rate that stays the same is "
+            f"optim.Constant(value={rate!r})."
+        )
+
+
 def _check_warmup(schedule: WarmupCosine | WarmupLinear | WarmupCosineAnneal) -> None:
     if not 0.0 <= schedule.warmup < 1.0:
-        raise ValueError(
+        raise UserError(
             f"{type(schedule).__name__}: warmup must be a fraction of the run in [0, 1); got {schedule.warmup}."
         )

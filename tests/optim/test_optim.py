@@ -35,6 +35,15 @@ def test_warmup_must_be_a_fraction(schedule, warmup):
         schedule(warmup=warmup)
 
 
+@pytest.mark.parametrize("kind", [optim.Sgd, optim.Adam, optim.AdamL2, optim.AdamW, optim.Lamb, optim.Lans])
+def test_a_rate_that_is_no_schedule_is_refused(kind):
+    remedy = rf"{kind.__name__}: learning_rate must be a schedule .*; got 0.003. .* is optim.Constant\(value=0.003\)"
+    with pytest.raises(UserError, match=remedy):
+        kind(learning_rate=0.003)
+    with pytest.raises(UserError, match="got 'cosine'"):
+        kind(learning_rate="cosine")
+
+
 def test_adam_equals_its_equations():
     rng = np.random.default_rng(0)
     param = rng.normal(size=5)
