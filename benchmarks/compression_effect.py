@@ -12,11 +12,12 @@ python benchmarks/compression_effect.py --runs FILE report > table.md
     clan      the same under LANS, with signs and the largest values
     images    ResNet-8 on the bundled 5,000 pictures of Fashion-MNIST, likewise
 
-Rates are one of four, and where the lowest or the highest is the best, others beyond it until one is worse; each arm
-has its own, but for `sdp4bit`, where all have that of the base. A seed draws parameters and the order of examples anew,
-the same for every arm, so that differences are taken seed by seed; intervals are of Student's t over seeds. The error
-of the exchange is that of the reduced gradient, the length of what is wrong over its own, of the first step, half-way
-and at the end. Copies, and with them the model, are in float32: what bfloat16 adds is the same for all arms.
+Rates are one of four, chosen by the validation loss of a seed that is not used again, and where the lowest or the
+highest is the best, others beyond it until one is worse; each arm has its own, but for `sdp4bit`, where all have that
+of the base. A seed draws parameters and the order of examples anew, the same for every arm, so that differences are
+taken seed by seed; intervals are of Student's t over seeds. The error of the exchange is that of the reduced gradient,
+the length of what is wrong over its own, of the first step, half-way and at the end. Copies, and with them the model,
+are in float32: what bfloat16 adds is the same for all arms.
 """
 
 import os
@@ -130,7 +131,7 @@ class Study(NamedTuple):
       rates: Peaks that are tried in any case.
       own_rates: Whether each arm has a rate of its own, or all that of the base.
       seeds: Of the runs.
-      split, metric: What is scored at the end.
+      split, metric: What is scored at the end; trials always score the validation split.
     """
 
     sets: tuple[str, ...]
@@ -236,10 +237,15 @@ def error_of_exchange(pair: tuple[Program, Program], state: TrainState, batch: A
     return (missed / sum(float((g**2).sum()) for g in exact.values())) ** 0.5
 
 
+def scored(study: str, seed: int) -> str:
+    """The split that a run is scored on."""
+    return "validation" if seed == TUNING_SEED else STUDIES[study].split
+
+
 def train(arm: Arm, seed: int) -> dict[str, Any]:
     """Figures of a run; trials leave the error of the exchange out."""
     own, data = compiled(arm), experiment_of(arm, seed).data.build()
-    program, split = own.program, STUDIES[arm.study].split
+    program, split = own.program, scored(arm.study, seed)
     pair = None if seed == TUNING_SEED else probes(arm)
     probed = set() if pair is None else {1, arm.steps // 2, arm.steps}
     state, errors = program.init(redraw=seed), []
@@ -269,7 +275,7 @@ def train(arm: Arm, seed: int) -> dict[str, Any]:
 
 def kept(runs: KeptRuns, arm: Arm, seed: int, *, make: bool) -> dict[str, Any] | None:
     """A run that FILE has, or gets now; None = it is not there."""
-    key = {**arm._asdict(), "seed": seed}
+    key = {**arm._asdict(), "seed": seed, "scored": scored(arm.study, seed)}
     found = runs.first(key)
     if found is None and make:
         begun = time.perf_counter()

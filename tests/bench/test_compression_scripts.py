@@ -59,7 +59,7 @@ def test_rates_beyond_the_four_are_tried_until_one_is_worse(scripts: Any, tmp_pa
     runs, four = scripts("kept_runs").KeptRuns(tmp_path / "runs.jsonl"), (1e-3, 3e-3, 6e-3, 1.2e-2)
 
     def add(rate: float, loss: float) -> None:
-        key = effect.Arm("llama", "base", rate, 600)._asdict() | {"seed": effect.TUNING_SEED}
+        key = effect.Arm("llama", "base", rate, 600)._asdict() | {"seed": effect.TUNING_SEED, "scored": "validation"}
         runs.append(key | {"scores": {"loss": loss}})
 
     for rate, loss in zip(four, (2.4, 2.2, 2.1, 2.0), strict=True):
