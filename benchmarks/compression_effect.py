@@ -95,8 +95,8 @@ PIECES = {
 }
 
 
-def _compressed(*names: str) -> dict[str, Any]:
-    """Compressors, all where none is named, with and without feedback; random places with feedback are not scaled."""
+def _compressed() -> dict[str, Any]:
+    """Every compressor with and without feedback; random places with feedback are not scaled."""
     found: dict[str, Any] = {BASE: Ddp(accumulate="local")}
     for name, compressor in (
         ("float16", Fp16()),
@@ -108,8 +108,6 @@ def _compressed(*names: str) -> dict[str, Any]:
         ("natural dithering", NaturalDithering()),
         ("int4:128", Blocks(format="int4:128")),
     ):
-        if names and name not in names:
-            continue
         for feedback in ("none", "vanilla"):
             how = Compression(compressor=compressor, error_feedback=feedback, plain_below=0)
             found[f"{name}, {'with' if feedback != 'none' else 'no'} feedback"] = Ddp(
@@ -118,7 +116,8 @@ def _compressed(*names: str) -> dict[str, Any]:
     return found
 
 
-CLAN = _compressed("one bit", "top 1 %")
+COMPRESSED = _compressed()
+CLAN = {name: arm for name, arm in COMPRESSED.items() if name.startswith((BASE, "one bit,", "top 1 %,"))}
 
 
 class Study(NamedTuple):
@@ -146,9 +145,9 @@ class Study(NamedTuple):
 
 STUDIES = {
     "sdp4bit": Study(LLAMA, 2, PIECES, (1.5e-3, 3e-3, 6e-3, 1.2e-2), False, (1, 2, 3, 4, 5), "validation", "loss"),
-    "llama": Study(LLAMA, 8, _compressed(), (1e-3, 3e-3, 6e-3, 1.2e-2), True, (1, 2, 3), "validation", "loss"),
+    "llama": Study(LLAMA, 8, COMPRESSED, (1e-3, 3e-3, 6e-3, 1.2e-2), True, (1, 2, 3), "validation", "loss"),
     "clan": Study((*LLAMA, *LANS), 8, CLAN, (5e-3, 1e-2, 2e-2, 4e-2), True, (1, 2, 3), "validation", "loss"),
-    "images": Study(IMAGES, 8, _compressed(), (0.01, 0.03, 0.1, 0.3), True, (1, 2, 3), "test", "loss"),
+    "images": Study(IMAGES, 8, COMPRESSED, (0.01, 0.03, 0.1, 0.3), True, (1, 2, 3), "test", "loss"),
 }
 
 
@@ -286,7 +285,7 @@ def kept(runs: KeptRuns, arm: Arm, seed: int, *, make: bool) -> dict[str, Any] |
 
 
 def trials(runs: KeptRuns, study: str, arm: str, steps: int, *, make: bool = False) -> dict[float, dict[str, Any]]:
-    """Rate -> a run with the seed of the trials, from the lowest rate on; nothing where some were not made."""
+    """Rate -> a run with the seed of the trials; empty where one that is wanted was not made."""
     s, found = STUDIES[study], {}
     wanted = list(s.rates)
     while wanted:

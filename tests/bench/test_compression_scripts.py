@@ -72,6 +72,16 @@ def test_rates_beyond_the_four_are_tried_until_one_is_worse(scripts: Any, tmp_pa
     assert sorted(effect.trials(runs, "llama", "base", 600)) == [*four, 0.024, 0.048]
 
 
+def test_trials_are_scored_on_the_validation_split_and_no_run_is_taken_for_one(
+    scripts: Any, tmp_path: pathlib.Path
+) -> None:
+    effect = scripts("compression_effect")
+    assert [effect.scored("images", seed) for seed in (effect.TUNING_SEED, 1)] == ["validation", "test"]
+    runs, arm = scripts("kept_runs").KeptRuns(tmp_path / "runs.jsonl"), effect.Arm("images", "base", 0.1, 560)
+    runs.append(arm._asdict() | {"seed": effect.TUNING_SEED, "scored": "test", "scores": {"loss": 0.0}})
+    assert effect.kept(runs, arm, effect.TUNING_SEED, make=False) is None
+
+
 def test_missed_aims_are_named(scripts: Any) -> None:
     missed = scripts("compression_effect").missed
     good = {"qW": [14.0, 12.0, 6.0], "qWD": [0.0, 0.01, -0.01], "SDP4Bit": [0.3, 0.2, 0.25]}
