@@ -9,20 +9,21 @@ one differs, nothing is timed and the exit status is 1.
 
 Then each kernel, rated by the bytes that it has to move, as a share of the bandwidth of a copy in the same run (aim:
 0.7): Hadamard transform and quantizing, the sum over eight devices transformed back or quantized again, and adding to a
-copy in bfloat16.
+copy in bfloat16. At the end int4:128 for other sizes of a program than those of the package.
 """
 
 import functools
+import itertools
 import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_report import Report, main, timed
+from gpu_report import Report, compiled, main, timed
 
 from scalejax.kernels import group_quantize
-from scalejax.kernels.group_quantize import IntGroups
+from scalejax.kernels.group_quantize import IntGroups, pallas_gpu
 from scalejax.kernels.group_quantize.api import Implementation
 
 KERNELS: tuple[Implementation, ...] = ("pallas_gpu", "xla")
@@ -106,6 +107,28 @@ def time_cases(report: Report, *, smoke: bool) -> None:
                     report.timing(
                         case, implementation, seconds, int(moved), "what is read and written once", goal_share=0.7
                     )
+    tiles(report, x, count, smoke=smoke)
+
+
+def tiles(report: Report, x: jax.Array, count: int, *, smoke: bool) -> None:
+    """int4:128 for every size of a program that might be the best."""
+    usual, lowered = pallas_gpu.BLOCKS, {}
+    made = calls(FORMATS["int4:128"], count, x, smoke=smoke, implementation="pallas_gpu")
+    sizes = [pallas_gpu.GpuBlocks(*given) for given in itertools.product((1024, 2048, 4096), (2, 4, 8), (1, 8))]
+    if not report.has_time_for("tiles", 40):
+        return
+    for blocks, what in itertools.product(sizes[:1] if smoke else sizes, made):
+        if blocks.unroll == 1 or what.startswith("sum"):
+            pallas_gpu.BLOCKS = blocks
+            jax.clear_caches()  # sizes are no arguments
+            function, arguments, _ = made[what]
+            lowered[what, blocks] = jax.jit(function).lower(*arguments)
+    pallas_gpu.BLOCKS = usual
+    for (what, blocks), program in compiled(lowered).items():
+        _, arguments, moved = made[what]
+        seconds = timed(lambda f=program, a=arguments: f(*a), turns=5)
+        case = f"tiles, {what}, int4:128, {DEVICES} x {count}, {blocks}"
+        report.timing(case, "pallas_gpu", seconds, int(moved), "what is read and written once")
 
 
 if __name__ == "__main__":

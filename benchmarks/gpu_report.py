@@ -6,6 +6,7 @@ the same run. What does not fit --seconds is named by a line with "skipped".
 """
 
 import argparse
+import concurrent.futures
 import json
 import statistics
 import sys
@@ -75,6 +76,29 @@ def timed(call: Callable[[], Any], *, turns: int = 9, turn_s: float = 0.05) -> f
     return statistics.median(found)
 
 
+REPEATS = 200
+"""Of `repeated`."""
+
+
+def repeated(function: Callable[..., Any], repeats: int = REPEATS) -> Callable[..., Any]:
+    """`repeats` calls in one program, for those that last no longer than the host takes to start one.
+
+    Each waits for the one before, and none can be left out: operands and result pass a barrier together.
+    """
+
+    def again(_: Any, carried: Any) -> Any:
+        arguments, _ = carried
+        return jax.lax.optimization_barrier((arguments, function(*arguments)))
+
+    return lambda *arguments: jax.lax.fori_loop(1, repeats, again, (arguments, function(*arguments)))[1]
+
+
+def compiled(lowered: dict[Any, jax.stages.Lowered]) -> dict[Any, jax.stages.Compiled]:
+    """Programs compiled side by side."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
+
+
 def copy(report: Report, *, smoke: bool) -> None:
     count = 2**16 if smoke else 2**30
     array = jnp.ones(count, jnp.float32)
@@ -85,11 +109,12 @@ def copy(report: Report, *, smoke: bool) -> None:
 
 
 def options(description: str, *, seconds: float) -> argparse.Namespace:
-    """`json`, `seconds` and `smoke` of the command line."""
+    """`json`, `seconds`, `smoke` and `only` of the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="also write the lines here")
     parser.add_argument("--seconds", type=float, default=seconds, help="stop starting new cases after this")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, kernels interpreted, on any device")
+    parser.add_argument("--only", choices=["checks", "times"], help="one of the two parts (default: both)")
     return parser.parse_args()
 
 
@@ -118,8 +143,10 @@ def main(
         print(f"{name}.py: jax sees no GPU here; --smoke runs anywhere.", file=sys.stderr)
         return 2
     report = Report(name, arguments.json, arguments.seconds, smoke=arguments.smoke)
-    if not check(report, smoke=arguments.smoke):
+    if arguments.only != "times" and not check(report, smoke=arguments.smoke):
         return 1
+    if arguments.only == "checks":
+        return 0
     copy(report, smoke=arguments.smoke)
     time_cases(report, smoke=arguments.smoke)
     return 0

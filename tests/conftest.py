@@ -54,7 +54,9 @@ hypothesis.settings.load_profile("any machine")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n, a file stays in one process: its tests share fixtures and compiled programs."""
+    """With -n, a file stays in one process: its tests share fixtures and compiled programs. --dist says otherwise."""
+    if config.getoption("dist") != "load":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)

@@ -31,6 +31,7 @@ Q = np.ones((2, 256, 4, 128), jnp.bfloat16)
 IDS = np.ones((2, 256), np.int32)
 
 
+@pytest.mark.without_a_gpu
 @pytest.mark.parametrize(
     ("implementation", "args", "message"),
     [

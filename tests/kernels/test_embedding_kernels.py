@@ -211,12 +211,12 @@ def test_weights_of_packed_rows_have_gradients():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
-def _occurrences(count, num_rows, hot):
+def _occurrences(count, num_rows, hot, dim=128):
     """Rows of occurrences, one of them `hot` times, some that are no row, and their gradients."""
     rng = np.random.default_rng(count)
     rows = rng.integers(0, num_rows + 3, count)
     rows[rng.permutation(count)[:hot]] = 2
-    return rows.astype(np.int32), rng.normal(size=(count, 128)).astype(np.float32)
+    return rows.astype(np.int32), rng.normal(size=(count, dim)).astype(np.float32)
 
 
 @pytest.mark.default_cases("65-65", "700-600")
@@ -342,13 +342,29 @@ def test_packed_rows_are_updated_in_float32_and_rounded_once(implementation, int
     np.testing.assert_allclose(ops.unpack_rows(updated).astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
-def test_steps_of_the_embedding_engine_run_inside_kernels(implementation):
-    num_rows = 20
-    rows, grads = _occurrences(20, num_rows, 5)
-    arrays = _arrays("row-wise adagrad", num_rows)
+ENGINE = {
+    "Sgd": (),
+    "Adagrad": ("each",),
+    "RowwiseAdagrad": ("row",),
+    "LarsSgd": ("each",),
+    "Adam": ("each", "each"),
+    "PartialRowwiseAdam": ("each", "row"),
+    "Lamb": ("each", "each"),
+    "PartialRowwiseLamb": ("each", "row"),
+}
+"""Optimizers of the engine: whether each of their states has a number for each column or one for the row."""
+
+
+@pytest.mark.default_cases("pallas_tpu-128-RowwiseAdagrad", "pallas_gpu-4-RowwiseAdagrad", "pallas_gpu-128-Lamb")
+@pytest.mark.parametrize("optimizer", ENGINE)
+@pytest.mark.parametrize(("implementation", "dim"), [("pallas_tpu", 128), ("pallas_gpu", 128), ("pallas_gpu", 4)])
+def test_steps_of_the_embedding_engine_run_inside_kernels(implementation, dim, optimizer):
+    num_rows, rng = 20, np.random.default_rng(3)
+    rows, grads = _occurrences(20, num_rows, 5, dim)
+    states = [(num_rows, dim) if kind == "each" else (num_rows,) for kind in ENGINE[optimizer]]
+    arrays = tuple(jnp.asarray(rng.random(shape), jnp.float32) for shape in [(num_rows, dim), *states])
     plan = jax.tree.map(jnp.asarray, ops.plan_rows_host(rows, num_rows, 20))
-    optimizer = config.RowwiseAdagrad(learning_rate=0.1)
+    optimizer = getattr(config, optimizer)(learning_rate=0.1)
 
     @functools.partial(jax.jit, static_argnums=(3, 4))
     def update(arrays, grads, count, implementation, interpret):
@@ -385,6 +401,7 @@ def test_what_a_kernel_cannot_take_is_refused_and_never_done_by_another():
         ops.sum_by_row(jnp.zeros((2, 128)), plan, implementation="pallas_gpu", summation="tree")
 
 
+@pytest.mark.without_a_gpu
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
 def test_kernels_refuse_to_run_where_their_chip_is_not(implementation):
     ids, lengths = jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32)

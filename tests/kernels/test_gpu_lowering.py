@@ -10,6 +10,9 @@ from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
 from scalejax.kernels import embedding_bag as ops
+from scalejax.numerics import rounding
+from scalejax.parallel.embedding import config
+from scalejax.parallel.embedding.update import optimizers
 
 # jax 0.12 means to drop Triton from Pallas in some later version; until then it lowers these kernels.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -75,6 +78,24 @@ def test_offsets_into_tables_beyond_32_bits_have_64_bits(name):
     assert wide in large
     # The row is widened before it is multiplied by the width.
     assert "arith.extui" in large or "arith.extsi" in large
+
+
+@pytest.mark.parametrize("dim", [4, 128])
+@pytest.mark.parametrize("name", ["Sgd", "RowwiseAdagrad", "Adam", "PartialRowwiseLamb", "LarsSgd"])
+def test_steps_of_the_embedding_engine_are_lowered(name, dim):
+    """An interpreted kernel may use primitives that Triton lacks."""
+    each, row = _array((1000, dim)), _array((1000,))
+    states = {"RowwiseAdagrad": [row], "Adam": [each, each], "PartialRowwiseLamb": [each, row], "LarsSgd": [each]}
+    ids = _array((64,), jnp.int32)
+
+    def update(arrays, plan, sums, count):
+        optimizer = getattr(config, name)(learning_rate=0.1)
+        step = optimizers.step(optimizer, jnp.float32(1), jnp.int32(0), rounding.runtime_zero(count))
+        return ops.update_rows(arrays, plan, sums, step, implementation="pallas_gpu")
+
+    arrays, plan = (each, *states.get(name, [])), ops.RowPlan(ids, ids, _array((32,), jnp.int32))
+    kernels = triton_kernels(update, arrays, plan, _array((32, dim)), _array((), jnp.int32))
+    assert set(kernels) == {"embedding_update_rows"}
 
 
 def _flat(program):

@@ -137,6 +137,7 @@ def test_blocks_on_two_devices_are_refused_and_whole_ones_stay_where_they_are():
     equal(packed, pack(quantize(x, "mxfp8_e4m3", axis=1)))
 
 
+@pytest.mark.without_a_gpu
 @pytest.mark.parametrize(
     ("axis_type", "backend"),
     [

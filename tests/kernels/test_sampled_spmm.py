@@ -708,13 +708,20 @@ def test_nothing_is_promoted_implicitly(implementation, strict_promotion):
 
 @pytest.mark.gpu
 def test_products_of_cusparse_equal_scipy():
-    csr = random_csr(0)
+    csr = random_csr(0, columns=400)
     h = _features(csr)
     weights = jnp.asarray(csr.values)
     out, pull = jax.vjp(lambda h, v: product(sparse_plan(csr), h, values=v, implementation="cusparse"), h, weights)
     _close(out, _matrix(csr, csr.values) @ h)
     d_h, _ = pull(jnp.ones_like(out))
     _close(d_h, _matrix(csr, csr.values).T @ np.ones(out.shape))
+
+
+@pytest.mark.gpu
+def test_cusparse_takes_no_more_edges_than_the_matrix_has_places():
+    csr = random_csr(0)
+    with pytest.raises(UnsupportedError, match=r"got \d+ in 18 x 50"):
+        spmm(sparse_plan(csr), jnp.asarray(_features(csr)), implementation="cusparse")
 
 
 def test_an_implementation_of_another_platform_is_refused():

@@ -209,7 +209,8 @@ def update_rows(
             _load_tile(t, row, used, column) if len(t.shape) == 2 else plgpu.load(t.at[row], mask=used, other=0)
             for t in tables
         ]
-        after = closed(tuple(s[0] for s in scalars), tuple(b.astype(jnp.float32) for b in before), grads)
+        rows = tuple(b.astype(jnp.float32) for b in before)
+        after = closed(tuple(s[0] for s in scalars), rows, grads, {"slice": _slice})
         for ref, value in zip(updated, after, strict=True):
             if len(ref.shape) == 2:
                 _store_tile(ref, row, used, column, value)
@@ -230,6 +231,25 @@ def update_rows(
             name="embedding_update_rows",
         )(sums, distinct, *closed.scalars, *arrays)
     )
+
+
+def _slice(
+    x: jax.Array, *, start_indices: tuple[int, ...], limit_indices: tuple[int, ...], strides: tuple[int, ...] | None
+) -> jax.Array:
+    """`lax.slice`, which Pallas Triton lacks: one of several equal parts of an axis, as a sum with zeros."""
+    for axis, (start, limit) in enumerate(zip(start_indices, limit_indices, strict=True)):
+        size, length = x.shape[axis], limit - start
+        if length == size:
+            continue
+        if size % length or start % length or strides is not None:
+            raise ValueError(
+                'update_rows: with implementation="pallas_gpu" a step may take one of several equal parts of an axis; '
+                f'it takes [{start}:{limit}] of {size}. Name implementation="xla".'
+            )
+        parts = x.reshape(*x.shape[:axis], size // length, length, *x.shape[axis + 1 :])
+        number = lax.broadcasted_iota(jnp.int32, parts.shape, axis)
+        x = jnp.where(number == start // length, parts, 0).sum(axis)
+    return x
 
 
 def _as_int32(ids: jax.Array, num_rows: int) -> jax.Array:

@@ -6,12 +6,13 @@ shapes of one block, what it captured becomes arguments, and the kernel evaluate
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import core
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Literal
 
 Step = Callable[[tuple[jax.Array, ...], jax.Array], Sequence[jax.Array]]
 """((rows, *states), gradients) -> (rows, *states) after it."""
@@ -30,10 +31,45 @@ class ClosedStep:
     scalars: tuple[jax.Array, ...]
 
     def __call__(
-        self, scalars: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...], grads: jax.Array
+        self,
+        scalars: tuple[jax.Array, ...],
+        arrays: tuple[jax.Array, ...],
+        grads: jax.Array,
+        replacements: Mapping[str, Callable[..., jax.Array]] | None = None,
     ) -> list[jax.Array]:
-        """Applies it; `scalars` has shape () each."""
-        return core.eval_jaxpr(self.jaxpr, scalars, *arrays, grads)
+        """Applies it; `scalars` has shape () each.
+
+        `replacements` computes primitives, by their names, that the kernel's compiler lacks: operands and parameters to
+        the one result.
+        """
+        if replacements is None:
+            return core.eval_jaxpr(self.jaxpr, scalars, *arrays, grads)
+        return _evaluate(self.jaxpr, scalars, (*arrays, grads), replacements)
+
+
+def _evaluate(
+    jaxpr: Jaxpr,
+    consts: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    replacements: Mapping[str, Callable[..., jax.Array]],
+) -> list[jax.Array]:
+    known: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        operands, params, name = [read(v) for v in equation.invars], equation.params, equation.primitive.name
+        if name in replacements:
+            made = [replacements[name](*operands, **params)]
+        elif name in ("jit", "pjit"):
+            inner = params["jaxpr"]
+            made = _evaluate(inner.jaxpr, inner.consts, operands, replacements)
+        else:
+            made = equation.primitive.bind(*operands, **params)
+            made = made if equation.primitive.multiple_results else [made]
+        known.update(zip(equation.outvars, made, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def close(step: Step, arrays: tuple[jax.ShapeDtypeStruct, ...], grads: jax.ShapeDtypeStruct) -> ClosedStep:

@@ -12,6 +12,7 @@ jax 0.12 lowers these kernels with a warning that Triton will leave Pallas in so
 compiled for Hopper and interpreted, and have not run on a GPU.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -25,8 +26,23 @@ from scalejax.kernels.group_quantize import values
 from scalejax.kernels.group_quantize.groups import IntGroups
 from scalejax.kernels.types import Kernel, Ref, Shapes
 
-_ELEMENTS, _WARPS = 2048, 4
-"""Of a program; not tuned on a chip."""
+
+@dataclasses.dataclass(frozen=True)
+class GpuBlocks:
+    """Sizes of one program.
+
+    Attributes:
+      elements: Values that it quantizes or decodes; a power of two. It takes a whole group where that is larger.
+      warps: Warps of 32 threads that share them.
+      unroll: Rows that are loaded before the first of them is added.
+    """
+
+    elements: int
+    warps: int
+    unroll: int
+
+
+BLOCKS = GpuBlocks(elements=2048, warps=4, unroll=1)
 _MOST = 8192
 """Values of a group."""
 
@@ -72,7 +88,7 @@ def combine(
     """`xla.combine`."""
     count, groups = scales.shape
     n, size = groups * format.size, _elements(format, to or format)
-    row_bytes = format.size * format.bits // 8
+    row_bytes, unroll = format.size * format.bits // 8, min(count, BLOCKS.unroll)
 
     def kernel(codes: Ref, scales: Ref, *rest: Ref) -> None:
         tile = _Tile(n, size)
@@ -88,7 +104,14 @@ def combine(
             scale = jnp.broadcast_to(scale[:, None], (scale.shape[0], format.size)).reshape(size)
             return total + values.value(level.reshape(size), scale)
 
-        total = lax.fori_loop(0, count, add, total)
+        def some(number: jax.Array, total: jax.Array) -> jax.Array:
+            for row in range(unroll):
+                total = add(number * unroll + row, total)
+            return total
+
+        total = lax.fori_loop(0, count // unroll, some, total)
+        for row in range(count - count % unroll, count):
+            total = add(jnp.int32(row), total)
         if transform:
             total = _butterfly(total) * (1 / values.TRANSFORM)
         if to is not None:
@@ -176,7 +199,7 @@ def _shapes(n: int, format: IntGroups) -> list[jax.ShapeDtypeStruct]:
 
 
 def _elements(*formats: IntGroups) -> int:
-    return max(_ELEMENTS, *(format.size for format in formats))
+    return max(BLOCKS.elements, *(format.size for format in formats))
 
 
 def _call(
@@ -187,7 +210,7 @@ def _call(
         kernel,
         grid=(pl.cdiv(n, size),),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS),
+        compiler_params=plgpu.CompilerParams(num_warps=BLOCKS.warps),
         cost_estimate=pl.CostEstimate(flops=20 * n, transcendentals=0, bytes_accessed=moved),
         interpret=interpret,
         name=name,

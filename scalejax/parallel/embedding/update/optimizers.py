@@ -47,10 +47,12 @@ def add_columns(blocks: jax.Array) -> jax.Array:
 def square_blocks(grads: jax.Array, zero: jax.Array) -> jax.Array:
     """Sums of g^2 over blocks of 16 columns: [U, dim] -> [U, blocks], each a binary tree, every product rounded."""
     squares = rounded(grads * grads, zero)
-    missing = -squares.shape[1] % GRANULE_COLUMNS
-    if missing:
-        squares = jnp.pad(squares, ((0, 0), (0, missing)))
-    parts = squares.reshape(squares.shape[0], -1, GRANULE_COLUMNS)  # U blocks 16
+    dim = squares.shape[1]
+    # Zeros behind 1, 2, 4 or 8 columns would change no sum, and a kernel for GPUs cannot append them.
+    block = dim if dim in (1, 2, 4, 8) else GRANULE_COLUMNS
+    if dim % block:
+        squares = jnp.pad(squares, ((0, 0), (0, -dim % block)))
+    parts = squares.reshape(squares.shape[0], -1, block)  # U blocks 16
     # In a tree of its own for each block, whatever surrounds it: a slice of whole blocks has the bits of the whole row.
     while parts.shape[2] > 1:
         half = parts.shape[2] // 2
