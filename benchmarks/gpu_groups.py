@@ -114,7 +114,7 @@ def tiles(report: Report, x: jax.Array, count: int, *, smoke: bool) -> None:
     """int4:128 for every size of a program that might be the best."""
     usual, lowered = pallas_gpu.BLOCKS, {}
     made = calls(FORMATS["int4:128"], count, x, smoke=smoke, implementation="pallas_gpu")
-    sizes = [pallas_gpu.GpuBlocks(*given) for given in itertools.product((1024, 2048, 4096), (2, 4, 8), (1, 8))]
+    sizes = [pallas_gpu.GpuBlocks(*given) for given in itertools.product((2048, 4096, 8192), (1, 2, 4), (1, 8))]
     if not report.has_time_for("tiles", 40):
         return
     for blocks, what in itertools.product(sizes[:1] if smoke else sizes, made):

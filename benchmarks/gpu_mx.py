@@ -107,7 +107,7 @@ def blocks(report: Report, *, smoke: bool) -> None:
     for name in TIMED:
         for axis in (1, 0):
             case = f"{name}, blocks along axis {axis} of {shape[0]} x {shape[1]}"
-            if not report.has_time_for(case, 8):
+            if not report.has_time_for(case, 3):
                 continue
             for implementation in KERNELS:
                 options = how(implementation, smoke)
@@ -213,9 +213,9 @@ def tiles(report: Report, *, smoke: bool) -> None:
 
 
 def time_cases(report: Report, *, smoke: bool) -> None:
+    blocks(report, smoke=smoke)
     products(report, smoke=smoke)
     tiles(report, smoke=smoke)
-    blocks(report, smoke=smoke)
 
 
 if __name__ == "__main__":
