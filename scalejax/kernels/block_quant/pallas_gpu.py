@@ -5,7 +5,8 @@ same bits every time. Of a row it reads D * bits / 8 bytes of codes, its scale a
 read by neighbouring threads and shifted into place. Nothing but sums is written, where XLA writes and reads a decoded
 row of 4 D bytes for every id.
 
-It has been compiled for Hopper and interpreted, and has not run on a GPU.
+It was right on an H200, where products of 8 bits and a float32 scale are rounded together with the sum that they go to,
+and has not been timed there.
 """
 
 import functools

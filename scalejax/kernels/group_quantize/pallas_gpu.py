@@ -9,7 +9,8 @@ A sum of two numbers has one order, so that the bits are those of every implemen
 of a tile moved every value between threads five times; with the blocks of 32 in threads (`_Tile`) it took a third of
 the time on an H200.
 
-jax 0.12 lowers these kernels with a warning that Triton will leave Pallas in some later version.
+jax 0.12 lowers these kernels with a warning that Triton will leave Pallas in some later version. They have
+run on an H200 (benchmarks/results/gpu_kernels.md), but for how `decode` reads its bytes, which is newer.
 """
 
 import dataclasses
