@@ -45,7 +45,7 @@ def tiny_sdp4bit() -> Experiment:
 
 def tiny_clan() -> Experiment:
     """The same under CLAN, which is LANS on compressed gradients: of one bit between two hosts. --cpu-devices 8."""
-    rate = optim.WarmupCosine(peak=1e-2, warmup=0.05, final=0.1)
+    rate = optim.WarmupCosine(peak=5e-3, warmup=0.05, final=0.1)
     return _on_two_hosts(
         strategy=Ddp(compression=Compression(), accumulate="local"), optimizer=optim.Lans(learning_rate=rate)
     )
