@@ -58,6 +58,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import make_mesh
 from scalejax.parallel.sdp4bit import Sdp4Bit
 from scalejax.plan import explain_sharding
+from scalejax.plan.compiled import collectives
 from scalejax.train.batches.convert import prefetch
 from scalejax.train.experiment import Experiment, Gradients
 from scalejax.train.runs import binding, scoring
@@ -180,8 +181,7 @@ class Compiled(NamedTuple):
     Attributes:
       program: What was compiled.
       step: (state, batch) -> (state, loss); the state is donated.
-      sent: Bytes that a device sends in a step: over axes that cross hosts, and over others; the least that
-        collectives need.
+      sent: Bytes that a device sends in a step: to other hosts, and within its own; the least that collectives need.
     """
 
     program: Program
@@ -195,10 +195,8 @@ def compiled(arm: Arm) -> Compiled:
     function, arguments = program.repeated_step()
     options: Any = program.compiler_options
     step = function.trace(*arguments).lower().compile(options)
-    sent = {"between": 0.0, "within": 0.0}
-    for c in explain_sharding(step, program.mesh):
-        sent["between" if "replica" in c.axes else "within"] += c.minimum_bytes
-    return Compiled(program, step, sent)
+    sent = collectives.sent(explain_sharding(step, program.mesh), program.mesh.shape)
+    return Compiled(program, step, dataclasses.asdict(sent))
 
 
 @functools.cache

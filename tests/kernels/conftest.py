@@ -25,7 +25,7 @@ def compiled_on_a_gpu():
 
     @functools.wraps(interpreting)
     def compiling(*args, compiler_params=None, interpret=False, **options):
-        interpret = interpret and not isinstance(compiler_params, plgpu.CompilerParams)
+        interpret = False if isinstance(compiler_params, plgpu.CompilerParams) else interpret
         return interpreting(*args, compiler_params=compiler_params, interpret=interpret, **options)
 
     pl.pallas_call = compiling

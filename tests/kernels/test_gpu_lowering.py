@@ -98,6 +98,24 @@ def test_steps_of_the_embedding_engine_are_lowered(name, dim):
     assert set(kernels) == {"embedding_update_rows"}
 
 
+def test_a_step_of_one_s_own_may_call_functions_with_derivatives_of_their_own():
+    @jax.custom_vjp
+    def halves(x):
+        return x[:, :64] + x[:, 64:]
+
+    halves.defvjp(lambda x: (halves(x), None), lambda _, g: (jnp.tile(g, (1, 2)),))
+
+    def update(table, plan, sums):
+        def step(arrays, grads):
+            return (arrays[0] - jax.nn.relu(grads) * halves(grads).sum(axis=1, keepdims=True),)
+
+        return ops.update_rows((table,), plan, sums, step, implementation="pallas_gpu")
+
+    ids = _array((64,), jnp.int32)
+    plan = ops.RowPlan(ids, ids, _array((32,), jnp.int32))
+    assert triton_kernels(update, _array((1000, 128)), plan, _array((32, 128)))
+
+
 def _flat(program):
     function, args = program
     return function, *args

@@ -7,7 +7,7 @@ import pytest
 
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels import group_quantize
-from scalejax.kernels.group_quantize import IntGroups
+from scalejax.kernels.group_quantize import IntGroups, pallas_gpu
 
 BACKENDS = ["pallas_gpu", "pallas_tpu"]
 SEED = np.array([3, 9], np.uint32)
@@ -89,6 +89,22 @@ def test_adding_to_a_copy(backend, format, dtype):
     base = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3 * format.size)), dtype)
     assert_same(lambda **how: group_quantize.dequantize_add(base, groups, format, **how), backend)
     assert_same(lambda **how: group_quantize.dequantize(groups, format, **how), backend)
+
+
+@SLOW
+@pytest.mark.parametrize(("bits", "size"), [(4, 64), (8, 32), (4, 8192)])
+def test_the_least_and_the_largest_groups_of_a_gpu(bits, size, monkeypatch):
+    """And rows of which several are loaded at a time, with one left over."""
+    monkeypatch.setattr(pallas_gpu, "BLOCKS", pallas_gpu.GpuBlocks(elements=2048, warps=4, unroll=2))
+    jax.clear_caches()  # sizes are no arguments
+    format, x = IntGroups(bits=bits, size=size), numbers(3, 2 * 8192)
+    assert_same(lambda **how: group_quantize.quantize(x, format, SEED, transform="hadamard", **how), "pallas_gpu")
+    groups = groups_of(x, format)
+    assert_same(lambda **how: group_quantize.dequantize_sum(groups, format, **how), "pallas_gpu")
+    to = IntGroups(bits=12 - bits, size=256)
+    assert_same(lambda **how: group_quantize.requantize(groups, format, to, SEED, **how), "pallas_gpu")
+    monkeypatch.undo()
+    jax.clear_caches()
 
 
 def test_requantizing_and_adding_are_what_their_names_say():

@@ -236,7 +236,10 @@ def update_rows(
 def _slice(
     x: jax.Array, *, start_indices: tuple[int, ...], limit_indices: tuple[int, ...], strides: tuple[int, ...] | None
 ) -> jax.Array:
-    """`lax.slice`, which Pallas Triton lacks: one of several equal parts of an axis, as a sum with zeros."""
+    """`lax.slice`, which Pallas Triton lacks: one of several equal parts of an axis, as a sum with zeros.
+
+    A negative zero becomes a positive one.
+    """
     for axis, (start, limit) in enumerate(zip(start_indices, limit_indices, strict=True)):
         size, length = x.shape[axis], limit - start
         if length == size:
@@ -248,7 +251,7 @@ def _slice(
             )
         parts = x.reshape(*x.shape[:axis], size // length, length, *x.shape[axis + 1 :])
         number = lax.broadcasted_iota(jnp.int32, parts.shape, axis)
-        x = jnp.where(number == start // length, parts, 0).sum(axis)
+        x = jnp.where(number == start // length, parts, 0).sum(axis, dtype=x.dtype)
     return x
 
 

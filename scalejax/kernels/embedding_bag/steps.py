@@ -47,6 +47,10 @@ class ClosedStep:
         return _evaluate(self.jaxpr, scalars, (*arrays, grads), replacements)
 
 
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+"""Calls by where they keep what they call; nobody asks for derivatives of their own inside a kernel."""
+
+
 def _evaluate(
     jaxpr: Jaxpr,
     consts: Sequence[jax.Array],
@@ -62,8 +66,8 @@ def _evaluate(
         operands, params, name = [read(v) for v in equation.invars], equation.params, equation.primitive.name
         if name in replacements:
             made = [replacements[name](*operands, **params)]
-        elif name in ("jit", "pjit"):
-            inner = params["jaxpr"]
+        elif name in _CALLS:
+            inner = params[_CALLS[name]]
             made = _evaluate(inner.jaxpr, inner.consts, operands, replacements)
         else:
             made = equation.primitive.bind(*operands, **params)

@@ -19,6 +19,7 @@ from scalejax.errors import UserError
 from scalejax.parallel.compression.compressors import Blocks, Fp16, Identity, OneBit, TopKEntries
 from scalejax.parallel.compression.two_way import Compression
 from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.links import SentBytes
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.sdp4bit import Sdp4Bit
@@ -260,3 +261,56 @@ def test_every_rule_of_an_optimizer_is_looked_at(texts):
     with pytest.raises(UserError, match=r"'corrected' goes by the learning rate, and the rules .* have 2 schedules"):
         bound(experiment_of(texts, ddp(OneBit(), error_feedback="corrected"), optimizer=rules(slow, fast)))
     bound(experiment_of(texts, ddp(OneBit(), error_feedback="corrected"), optimizer=rules(slow, slow)))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Sdp4Bit(param_dtype=None),
+        pytest.param(dataclasses.replace(ddp(OneBit()), accumulate="local"), marks=pytest.mark.slow),
+    ],
+    ids=["SDP4Bit", "one bit"],
+)
+def test_a_step_of_four_parts_is_that_of_one(texts, strategy):
+    sgd = optim.Sgd(learning_rate=optim.Constant(value=0.1))
+    found = []
+    for microbatch in (4, 1):
+        experiment = experiment_of(
+            texts, strategy, optimizer=sgd, data__batch_size=32, gradients__microbatch=microbatch,
+            placement__mesh=MeshShape(replica=2),
+        )  # fmt: skip
+        run = bound(experiment)
+        state, host = run.begin()
+        before = {path: np.asarray(p, np.float64) for path, p in state.params.items()}
+        with run.feed(host, 1) as feed:
+            feed.take()
+            state, _ = feed.step(state)
+        found.append({path: np.asarray(p, np.float64) - before[path] for path, p in state.params.items()})
+    whole, parts = found
+    for path, change in whole.items():
+        assert np.linalg.norm(change) > 0
+        assert np.linalg.norm(parts[path] - change) < 1e-5 * np.linalg.norm(change), path
+
+
+@pytest.mark.slow
+def test_sdp4bit_sends_nothing_of_its_own_along_context(texts):
+    found = []
+    for strategy in (Fsdp(sharding="SHARD_GRAD_OP", form="explicit"), Sdp4Bit(param_dtype=None)):
+        run = bound(experiment_of(texts, strategy, placement__mesh=MeshShape(replica=2, fsdp=2, context=2)))
+        function, arguments = run.program.repeated_step()
+        seen = explain_sharding(function.trace(*arguments).lower().compile(), run.program.mesh)
+        along = sorted((c.kind, c.axes, c.bytes) for c in collectives.total(seen) if "context" in c.axes)
+        state, host = run.begin()
+        losses = []
+        with run.feed(host, 3) as feed:
+            for _ in range(3):
+                feed.take()
+                state, loss = feed.step(state)
+                losses.append(float(loss))
+        found.append((along, losses))
+    (plain, losses), (own, own_losses) = found
+    assert plain
+    assert [row[:2] for row in own] == [row[:2] for row in plain]
+    for (*_, ours), (*_, theirs) in zip(own, plain, strict=True):
+        assert 0 <= ours - theirs <= 8  # whether all of a copy is finite
+    np.testing.assert_allclose(own_losses, losses, rtol=0.02)
