@@ -5,7 +5,7 @@ python benchmarks/compression_effect.py --runs FILE run             # those that
 python benchmarks/compression_effect.py --runs FILE run --studies sdp4bit --arms base qWD --seeds 1
 python benchmarks/compression_effect.py --runs FILE report > table.md
 
-    sdp4bit   a Llama of 115,000 parameters on the characters of tiny Shakespeare, 2 hosts of 4 virtual devices, five
+    sdp4bit   a Llama of 115,000 parameters on the characters of tiny Shakespeare, 2 hosts of 4 virtual devices, ten
               seeds: quantized weights and gradients apart and together. Base and all others are the strategy `Sdp4Bit`
               with pieces left out, so that nothing else differs. One rate for all, chosen for the base.
     llama     the same model on 8 hosts of one device, three seeds: every compressor of `Ddp`, with feedback and without
@@ -145,7 +145,7 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "sdp4bit": Study(LLAMA, 2, PIECES, (1.5e-3, 3e-3, 6e-3, 1.2e-2), False, (1, 2, 3, 4, 5), "validation", "loss"),
+    "sdp4bit": Study(LLAMA, 2, PIECES, (1.5e-3, 3e-3, 6e-3, 1.2e-2), False, tuple(range(1, 11)), "validation", "loss"),
     "llama": Study(LLAMA, 8, COMPRESSED, (1e-3, 3e-3, 6e-3, 1.2e-2), True, (1, 2, 3), "validation", "loss"),
     "clan": Study((*LLAMA, *LANS), 8, CLAN, (5e-3, 1e-2, 2e-2, 4e-2), True, (1, 2, 3), "validation", "loss"),
     "images": Study(IMAGES, 8, COMPRESSED, (0.01, 0.03, 0.1, 0.3), True, (1, 2, 3), "test", "loss"),
