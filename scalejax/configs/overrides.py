@@ -197,8 +197,10 @@ class _Change:
         others = [m for m in _members(annotation) if _is_config_type(m) and name in _settable(m)]
         if others and done:
             choices = " or ".join(f"--set {done}={m.__name__}" for m in others)
+            reason = getattr(type(value), "WITHOUT", {}).get(name)
             return self.error(
-                f"{done} is of type {type(value).__name__}, which has no field {name!r}; put {choices} before it. "
+                f"{done} is of type {type(value).__name__}, which has no field {name!r}"
+                f"{'' if reason is None else f' ({reason})'}; put {choices} before it. "
                 f"Fields here: {self.fields(value, done)}."
             )
         from scalejax.configs import earlier

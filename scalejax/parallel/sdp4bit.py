@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,11 @@ class Sdp4Bit(blocks.ExplicitForm):
     param_dtype: DTypeName | None = "bfloat16"
     output_dtype: DTypeName | None = None
     replicate_below: int = 0
+
+    WITHOUT: ClassVar[Mapping[str, str]] = {
+        "sharding": "every device keeps a whole copy between steps, 2 bytes a parameter in bfloat16: no FULL_SHARD"
+    }
+    """Fields of other strategies that this one cannot have, and why."""
 
     def __post_init__(self) -> None:
         for field, choices in (("weights", Weights), ("gradients", Hops)):

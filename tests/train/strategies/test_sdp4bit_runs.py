@@ -9,6 +9,7 @@ import pytest
 import small_language_run
 from changes import changed
 
+from scalejax.configs import overrides
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.sdp4bit import Sdp4Bit
@@ -130,3 +131,8 @@ def test_parameters_on_the_host_are_refused(texts):
     experiment = experiment_of(texts, placement__offload="optimizer and parameters")
     with pytest.raises(UserError, match=r"Sdp4Bit keeps a whole copy.*offload=optimizer"):
         Run.bind(experiment, experiment.data.build(), make_mesh(MESH))
+
+
+def test_full_shard_is_refused_with_the_memory_of_the_copies(texts):
+    with pytest.raises(UserError, match=r"no field 'sharding' \(every device keeps a whole copy .* 2 bytes"):
+        overrides.apply(experiment_of(texts), ["strategy.sharding=FULL_SHARD"])
