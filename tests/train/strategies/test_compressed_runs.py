@@ -314,3 +314,18 @@ def test_sdp4bit_sends_nothing_of_its_own_along_context(texts):
     for (*_, ours), (*_, theirs) in zip(own, plain, strict=True):
         assert 0 <= ours - theirs <= 8  # whether all of a copy is finite
     np.testing.assert_allclose(own_losses, losses, rtol=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Sdp4Bit(), ddp(OneBit())], ids=["SDP4Bit", "one bit"])
+def test_a_step_that_fails_leaves_a_checkpoint_without_it(texts, strategy, tmp_path):
+    sgd = optim.Sgd(learning_rate=optim.Constant(value=1e18))
+    experiment = experiment_of(
+        texts, strategy, optimizer=sgd, placement__mesh=MeshShape(replica=2), checkpoints__every=1, log_every=1
+    )
+    with pytest.raises(UserError, match="not finite"):
+        loop.train(experiment, workdir=tmp_path / "run")
+    stored = restored(experiment, tmp_path / "run")
+    assert stored["exchange"]
+    assert all(np.isfinite(leaf.astype(np.float64)).all() for leaf in jax.tree.leaves(stored["exchange"]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stored["params"]))
