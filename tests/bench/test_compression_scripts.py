@@ -1,6 +1,5 @@
 """Scripts that measure few bits on the wire: what they would run, what they make of runs, bytes in closed form."""
 
-import importlib
 import json
 import pathlib
 import shutil
@@ -14,16 +13,6 @@ from scalejax.plan.planner_machines import find_gpus
 ROOT = pathlib.Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="runs in a checkout")
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    """By name; they import one another."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
 
 
 def test_half_an_interval_is_that_of_student_s_t(scripts: Any) -> None:
