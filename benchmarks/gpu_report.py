@@ -108,14 +108,13 @@ def copy(report: Report, *, smoke: bool) -> None:
     report.timing("copy", "xla", seconds, 2 * 4 * count, "2 * 4 * numbers: one read, one write")
 
 
-def options(description: str, *, seconds: float) -> argparse.Namespace:
-    """`json`, `seconds`, `smoke` and `only` of the command line."""
+def options(description: str, *, seconds: float) -> argparse.ArgumentParser:
+    """`json`, `seconds` and `smoke`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="also write the lines here")
     parser.add_argument("--seconds", type=float, default=seconds, help="stop starting new cases after this")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, kernels interpreted, on any device")
-    parser.add_argument("--only", choices=["checks", "times"], help="one of the two parts (default: both)")
-    return parser.parse_args()
+    return parser
 
 
 def main(
@@ -138,7 +137,9 @@ def main(
     Returns:
       The exit status.
     """
-    arguments = options(description, seconds=seconds)
+    parser = options(description, seconds=seconds)
+    parser.add_argument("--only", choices=["checks", "times"], help="one of the two parts (default: both)")
+    arguments = parser.parse_args()
     if jax.devices()[0].platform != "gpu" and not arguments.smoke:
         print(f"{name}.py: jax sees no GPU here; --smoke runs anywhere.", file=sys.stderr)
         return 2

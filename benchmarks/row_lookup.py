@@ -26,7 +26,7 @@ FORMATS: tuple[RowFormat, ...] = ("int8", "int4")
 
 
 def main() -> int:
-    arguments = options(__doc__, seconds=120)
+    arguments = options(__doc__, seconds=120).parse_args()
     report = Report("row_lookup", arguments.json, arguments.seconds, smoke=arguments.smoke)
     copy(report, smoke=arguments.smoke)
     gpu = jax.devices()[0].platform == "gpu"

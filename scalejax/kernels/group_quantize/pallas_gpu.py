@@ -46,7 +46,7 @@ class GpuBlocks:
 
 
 BLOCKS = GpuBlocks(elements=8192, warps=4, unroll=1)
-_LANE = 4
+_VECTOR = 4
 """Numbers that a thread reads at once: 16 bytes of float32."""
 _MOST = 8192
 """Values of a group."""
@@ -58,7 +58,7 @@ def lacks(*formats: IntGroups) -> str | None:
         if format.size & (format.size - 1) or format.size > _MOST:
             return f"wants group sizes that are powers of two, at most {_MOST}; got {format.size}."
         if format.size * format.bits < 256:
-            return "wants groups of at least 64 values of 4 bits; got 32."
+            return f"wants groups of at least 64 values of 4 bits; got {format.size}."
     return None
 
 
@@ -97,7 +97,7 @@ def combine(
 
     def kernel(codes: Ref, scales: Ref, *rest: Ref) -> None:
         tile = _Tile(n, size, to or format, blocks=transform or to is not None)
-        totals = [jnp.zeros((tile.rows, _LANE), jnp.float32) for _ in tile.pieces]
+        totals = [jnp.zeros((tile.rows, _VECTOR), jnp.float32) for _ in tile.pieces]
         if base is not None:
             totals = [tile.load(rest[0], piece).astype(jnp.float32) for piece in tile.pieces]
             rest = rest[1:]
@@ -148,11 +148,12 @@ class _Piece:
     @property
     def within(self) -> jax.Array:
         """int32[rows, 4], places within the half."""
-        return self.start + _lane()
+        return self.start + _offsets()
 
 
-def _lane() -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, (1, _LANE), 1)
+def _offsets() -> jax.Array:
+    """int32[1, 4], of the numbers that a thread reads at once."""
+    return lax.broadcasted_iota(jnp.int32, (1, _VECTOR), 1)
 
 
 class _Tile:
@@ -167,17 +168,17 @@ class _Tile:
     def __init__(self, n: int, size: int, format: IntGroups, *, blocks: bool) -> None:
         self.n, self.format = n, format
         halves = 2 if format.bits == 4 else 1
-        self.half, count = format.size // halves, 32 // _LANE
+        self.half, count = format.size // halves, 32 // _VECTOR
         self.rows = size // halves // 32
         first = pl.program_id(0) * (size // format.size)
         row = lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
         self.pieces: list[_Piece] = []
         for half, number in itertools.product(range(halves), range(count)):
             if blocks:
-                group, start = row // (self.half // 32), row % (self.half // 32) * 32 + number * _LANE
+                group, start = row // (self.half // 32), row % (self.half // 32) * 32 + number * _VECTOR
             else:
                 four = number * self.rows + row
-                group, start = four // (self.half // _LANE), four % (self.half // _LANE) * _LANE
+                group, start = four // (self.half // _VECTOR), four % (self.half // _VECTOR) * _VECTOR
             self.pieces.append(_Piece(first + group, half, start))
 
     def place(self, piece: _Piece) -> jax.Array:
@@ -201,17 +202,17 @@ class _Tile:
             if format.size == self.format.size:
                 group, within = piece.group, piece.half * self.half + piece.start
             else:
-                four = (piece.group * self.format.size + piece.half * self.half + piece.start) // _LANE
-                group, within = four // (format.size // _LANE), four % (format.size // _LANE) * _LANE
+                four = (piece.group * self.format.size + piece.half * self.half + piece.start) // _VECTOR
+                group, within = four // (format.size // _VECTOR), four % (format.size // _VECTOR) * _VECTOR
             # Of groups, the same for many pieces: their scales are then loaded once.
             inside = group < self.n // format.size
             if format.bits == 4 and self.half == half and piece.half:
                 code, shift = loaded[len(made) - len(loaded)], 4  # a byte holds both
             else:
-                place = group * format.size + within + _lane()
+                place = group * format.size + within + _offsets()
                 shift = jnp.zeros_like(within)
                 if format.bits == 4:
-                    place = group * half + within // _LANE % (half // _LANE) * _LANE + _lane()
+                    place = group * half + within // _VECTOR % (half // _VECTOR) * _VECTOR + _offsets()
                     shift = within // half * 4
                 code = plgpu.load(codes.at[jnp.full_like(place, row), place], mask=inside, other=0).astype(jnp.int32)
                 loaded.append(code)
@@ -250,20 +251,20 @@ def _transformed(pieces: list[jax.Array]) -> list[jax.Array]:
         for low in (i for i in range(len(columns)) if not i & half):
             a, b = columns[low], columns[low + half]
             columns[low], columns[low + half] = a + b, a - b
-    return [_joined(columns[i : i + _LANE]) for i in range(0, len(columns), _LANE)]
+    return [_joined(columns[i : i + _VECTOR]) for i in range(0, len(columns), _VECTOR)]
 
 
 def _columns(piece: jax.Array) -> list[jax.Array]:
     """float32[rows, 4] -> float32[rows] each, which are in the registers of one thread."""
     number = lax.broadcasted_iota(jnp.int32, piece.shape, 1)
     words = lax.bitcast_convert_type(piece, jnp.int32)  # an integer plus 0 costs nothing, a float plus 0 is computed
-    picked = [jnp.sum(jnp.where(number == i, words, 0), axis=1) for i in range(_LANE)]
+    picked = [jnp.sum(jnp.where(number == i, words, 0), axis=1) for i in range(_VECTOR)]
     return [lax.bitcast_convert_type(column, jnp.float32) for column in picked]
 
 
 def _joined(columns: list[jax.Array]) -> jax.Array:
     """The inverse of `_columns`."""
-    shape = (columns[0].shape[0], _LANE)
+    shape = (columns[0].shape[0], _VECTOR)
     number = lax.broadcasted_iota(jnp.int32, shape, 1)
     piece = jnp.broadcast_to(columns[0][:, None], shape)
     for i, column in enumerate(columns[1:], 1):
