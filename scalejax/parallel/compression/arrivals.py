@@ -11,8 +11,10 @@ from scalejax.parallel.links import SLOW_AXIS
 Rows = TypeVar("Rows")
 
 
-def summed(arrived: Rows, decode: Callable[[Rows], jax.Array], n: int) -> jax.Array:
-    """float32[n]: the rows that arrived, decoded and summed one after the other, in the order of devices.
+def summed(
+    arrived: Rows, decode: Callable[[Rows], jax.Array], n: int, dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    """dtype[n]: the rows that arrived, decoded and summed one after the other, in the order of devices.
 
     One decoded row exists at a time.
 
@@ -20,8 +22,9 @@ def summed(arrived: Rows, decode: Callable[[Rows], jax.Array], n: int) -> jax.Ar
       arrived: Pytree of arrays [devices, ...].
       decode: Of a row of it, float32[n].
       n: Values of a row.
+      dtype: Of the sums.
     """
-    zeros = jnp.zeros(n, jnp.float32)
+    zeros = jnp.zeros(n, dtype)
     varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrived)))
     if varying:
         zeros = jax.lax.pcast(zeros, tuple(varying), to="varying")

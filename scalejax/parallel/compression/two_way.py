@@ -208,7 +208,8 @@ def reduced(
     """The sum of a bucket over devices, and the next state; inside a shard_map over both kinds of axes.
 
     Where a gradient of any device is not finite, or a compressor makes NaN of it, the sum is NaN on all devices, and
-    their states stay.
+    their states stay. Compressors take float32 and give it; sums and residuals have the dtype of the gradient, so that
+    tests in float64 see them without their roundings.
 
     Args:
       compression: How.
@@ -239,16 +240,16 @@ def reduced(
     given = rows
     if "worker" in state:
         rows = rows + factor * state["worker"]
-    payload = compression.of_workers.encode(rows, keys[0])
+    payload = compression.of_workers.encode(rows.astype(jnp.float32), keys[0])
     if "worker" in state:
         new["worker"] = rows - compression.of_workers.decode(payload, chunks.size, keys[0])
     left_out = [_left_out(context, given, compression.of_workers, payload, keys[0])]
     arrived = jax.tree.map(lambda x: jax.lax.all_to_all(x, slow, 0, 0, tiled=True), payload)
     decode = functools.partial(_decode_row, compression.of_workers, n=chunks.size, key=keys[0])
-    total = given = arrivals.summed(arrived, decode, chunks.size)
+    total = given = arrivals.summed(arrived, decode, chunks.size, rows.dtype)
     if "owner" in state:
         total = total + factor * state["owner"]
-    payload = compression.of_owners.encode(total[None], keys[1])
+    payload = compression.of_owners.encode(total[None].astype(jnp.float32), keys[1])
     if "owner" in state:
         new["owner"] = total - compression.of_owners.decode(payload, chunks.size, keys[1])[0]
     left_out.append(_left_out(context, given[None], compression.of_owners, payload, keys[1]))

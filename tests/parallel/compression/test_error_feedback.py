@@ -156,8 +156,8 @@ def remembered(compression, given):
 
     Whatever `two_way.initial` refuses is taken too.
     """
-    size = given.shape[2] // WORKERS
-    start = {"worker": jnp.zeros((WORKERS, size)), "owner": jnp.zeros(size), "values": jnp.int32(given.shape[2])}
+    size, zeros = given.shape[2] // WORKERS, functools.partial(jnp.zeros, dtype=given.dtype)
+    start = {"worker": zeros((WORKERS, size)), "owner": zeros(size), "values": jnp.int32(given.shape[2])}
 
     def local(rows):
         def step(state, taken):
@@ -200,16 +200,14 @@ MIXES = {"topk-onebit": (TopKEntries(k=0.05), OneBit()), "onebit-linear": (OneBi
 @pytest.mark.default_cases("onebit", "topk", "linear-2", "natural-2", "topk-onebit")
 @pytest.mark.parametrize("name", [*FED_BACK, *MIXES])
 def test_what_was_applied_and_what_is_remembered_is_the_uncompressed_sum(name):
-    """At each of the first steps, up to the float32 roundings of sums and residuals."""
-    given = heavy_tailed()[:12]
-    if name in MIXES:
-        compressor, owner = MIXES[name]
+    """At each of the first steps, with sums and residuals in float64."""
+    given = heavy_tailed()[:12].astype(np.float64)
+    compressor, owner = MIXES.get(name) or (FED_BACK[name], None)
+    with jax.enable_x64(True):
         totals, residuals, _ = remembered(Compression(compressor=compressor, owner=owner), given)
-    else:
-        totals, residuals = (x[:12] for x in of_heavy_tails(name)[:2])
-    exact = given.astype(np.float64).sum(1).cumsum(0)
+    exact = given.sum(1).cumsum(0)
     missed = totals.cumsum(0) + residuals - exact
-    assert np.all(np.linalg.norm(missed, axis=1) <= 1e-6 * np.linalg.norm(exact, axis=1))
+    assert np.all(np.linalg.norm(missed, axis=1) <= 1e-12 * np.linalg.norm(exact, axis=1))
     assert name == "identity" or np.linalg.norm(residuals[-1]) > 1e-5 * np.linalg.norm(exact[-1])
 
 
