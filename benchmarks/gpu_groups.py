@@ -9,7 +9,8 @@ one differs, nothing is timed and the exit status is 1.
 
 Then each kernel, rated by the bytes that it has to move, as a share of the bandwidth of a copy in the same run (aim:
 0.7): Hadamard transform and quantizing, the sum over eight devices transformed back or quantized again, and adding to a
-copy in bfloat16. At the end int4:128 for other sizes of a program than those of the package.
+copy in bfloat16. Then int4:128 for other sizes of a program than those of the package; and the compressors of
+`parallel.compression`, which XLA alone compiles, there and back.
 """
 
 import functools
@@ -25,12 +26,22 @@ from gpu_report import Report, compiled, main, timed
 from scalejax.kernels import group_quantize
 from scalejax.kernels.group_quantize import IntGroups, pallas_gpu
 from scalejax.kernels.group_quantize.api import Implementation
+from scalejax.parallel.compression import compressors
 
 KERNELS: tuple[Implementation, ...] = ("pallas_gpu", "xla")
 FORMATS = {
     "int4:128": IntGroups(bits=4, size=128),
     "int8:128": IntGroups(bits=8, size=128),
     "int4:2048": IntGroups(bits=4, size=2048),
+}
+COMPRESSORS = {
+    "onebit": compressors.OneBit(),
+    "onebit, groups of 128": compressors.OneBit(group=128),
+    "topk": compressors.TopKEntries(k=0.001),
+    "randomk": compressors.RandomKEntries(),
+    "linear dithering": compressors.LinearDithering(levels=16),
+    "natural dithering": compressors.NaturalDithering(levels=7),
+    "blocks int4:128": compressors.Blocks(format="int4:128"),
 }
 DEVICES = 8
 SEED = np.array([1, 2], np.uint32)
@@ -108,6 +119,7 @@ def time_cases(report: Report, *, smoke: bool) -> None:
                         case, implementation, seconds, int(moved), "what is read and written once", goal_share=0.7
                     )
     tiles(report, x, count, smoke=smoke)
+    time_compressors(report, x)
 
 
 def tiles(report: Report, x: jax.Array, count: int, *, smoke: bool) -> None:
@@ -129,6 +141,20 @@ def tiles(report: Report, x: jax.Array, count: int, *, smoke: bool) -> None:
         seconds = timed(lambda f=program, a=arguments: f(*a), turns=5)
         case = f"tiles, {what}, int4:128, {DEVICES} x {count}, {blocks}"
         report.timing(case, "pallas_gpu", seconds, int(moved), "what is read and written once")
+
+
+def time_compressors(report: Report, x: jax.Array) -> None:
+    """Both ways of every compressor, a row for each device."""
+    rows, n = x.shape
+    for name, compressor in COMPRESSORS.items():
+        key = None if compressor.traits.keys == "none" else jnp.asarray(SEED)
+        encode, decode = jax.jit(compressor.encode), jax.jit(functools.partial(compressor.decode, n=n, key=key))
+        moved = rows * (4 * n + compressor.payload_bytes(n))
+        if report.has_time_for(name, 8):
+            ways = {"compress": functools.partial(encode, x, key), "back": functools.partial(decode, encode(x, key))}
+            for what, call in ways.items():
+                case = f"{what}, {name}, {rows} x {n}"
+                report.timing(case, "xla", timed(call), moved, "what is read and written once", goal_share=0.7)
 
 
 if __name__ == "__main__":

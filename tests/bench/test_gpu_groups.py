@@ -23,5 +23,6 @@ def test_the_small_form_checks_every_kernel_and_reaches_every_case(tmp_path):
     assert lines[0]["case"] == "checks"
     assert lines[0]["wrong"] == {}
     assert lines[0]["checked"] == 12
-    assert len([line for line in lines if "bytes" in line]) == 1 + 2 * 12 + 4  # a copy, kernels and XLA, one other size
+    # A copy, kernels and XLA, one other size, compressors both ways.
+    assert len([line for line in lines if "bytes" in line]) == 1 + 2 * 12 + 4 + 2 * 7
     assert not [line for line in lines if "skipped" in line]

@@ -8,7 +8,7 @@ import scipy.linalg
 
 from scalejax.errors import UserError
 from scalejax.kernels import group_quantize
-from scalejax.kernels.group_quantize import IntGroups, dequantize, hadamard, quantize
+from scalejax.kernels.group_quantize import IntGroups, dequantize, hadamard, quantize, values
 
 BOTH = pytest.mark.parametrize("format", [IntGroups(bits=4, size=128), IntGroups(bits=8, size=32)], ids=["4", "8"])
 
@@ -91,13 +91,15 @@ def test_two_values_share_a_byte_half_a_group_apart():
     assert codes.sum() == codes[3]
 
 
-def test_all_bytes_decode_to_both_their_values():
+def test_all_bytes_decode_to_both_their_values_which_make_them_again():
     format = IntGroups(bits=4, size=512)
     codes = jnp.arange(256, dtype=jnp.uint8)
-    values = np.asarray(dequantize(group_quantize.QuantizedGroups(codes, jnp.ones(1)), format)).astype(int)
+    found = np.asarray(dequantize(group_quantize.QuantizedGroups(codes, jnp.ones(1)), format)).astype(int)
     signed = np.where(np.arange(16) < 8, np.arange(16), np.arange(16) - 16)
-    np.testing.assert_array_equal(values[:256], signed[np.arange(256) % 16])
-    np.testing.assert_array_equal(values[256:], signed[np.arange(256) // 16])
+    np.testing.assert_array_equal(found[:256], signed[np.arange(256) % 16])
+    np.testing.assert_array_equal(found[256:], signed[np.arange(256) // 16])
+    levels = values.from_bytes(codes.astype(jnp.int32))
+    np.testing.assert_array_equal(values.in_bytes(levels), np.arange(256))
 
 
 @BOTH

@@ -481,6 +481,19 @@ def test_one_device_sends_nothing_and_says_so():
     assert "there is one device, so that nothing travels" in run.compressed(params).remarks({}, mesh.shape)[0]
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_one_device_rounds_nothing_but_to_the_bits_of_its_copy(dtype):
+    mesh, strategy = meshes.make_mesh(None), Sdp4Bit(param_dtype=dtype)
+    state, seen = updates(strategy, 2, mesh)
+    masters, copies = seen[-1]
+    for path, x in masters.items():
+        np.testing.assert_array_equal(copies[path], np.asarray(jnp.asarray(x, dtype or jnp.float32)))
+    run, params, given = prepared(strategy, mesh)
+    found = jax.jit(lambda p, s: run(p, given, exchange=s, context=context_of()).params)(params, state)
+    for path, x in heavy_tailed(2, 1).items():
+        np.testing.assert_array_equal(found[path], np.asarray(jnp.asarray(x[0], dtype), np.float32))
+
+
 def test_a_run_says_what_its_copies_take_and_which_gradients_are_not_quantized():
     run, params, _ = prepared(Sdp4Bit())
     said = run.compressed(params).remarks(run.whole(params), make_mesh().shape)

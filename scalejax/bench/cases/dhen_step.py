@@ -21,7 +21,7 @@ def stack(dim: int, n: int, cross_rank: int | None, rank: int, hidden: tuple[int
     return DhenConfig(dim=dim, layers=(layer,), repeats=2, head_hidden=mlps, bottom_hidden=mlps[-1:])
 
 
-FLIGHTS = stack(16, 17, None, 12, (128,), (128, 64))
+FLIGHTS = stack(16, 10, None, 12, (128,), (128, 64))
 CRITEO = stack(128, 27, 256, 24, (512,), (512,))
 
 

@@ -35,7 +35,7 @@ class Settings:
 
     Attributes:
       threads: CPU threads.
-      learning_rate: Of Adam, with b1 = 0.9, b2 = 0.999, eps = 1e-8.
+      learning_rate, eps: Of Adam, with b1 = 0.9, b2 = 0.999.
       row_learning_rate: Of row-wise AdaGrad.
       row_eps: Added to the root of its accumulator.
       compiled: torch.compile instead of eager execution.
@@ -43,6 +43,7 @@ class Settings:
 
     threads: int
     learning_rate: float
+    eps: float
     row_learning_rate: float
     row_eps: float
     compiled: bool
@@ -67,7 +68,7 @@ class TrainingStep:
         self._rows = torch.from_numpy(np.concatenate(tables).astype(np.float32))
         self._sums = torch.zeros(len(self._rows))
         self._first = np.cumsum([0, *(len(table) for table in tables[:-1])])
-        self.adam = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
+        self.adam = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, eps=settings.eps, fused=True)
         objective: Callable[..., torch.Tensor] = self._objective
         self._loss = torch.compile(objective) if settings.compiled else objective
 
