@@ -24,7 +24,6 @@ with XLA_FLAGS=--xla_cpu_multi_thread_eigen=false.
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 import statistics
@@ -35,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from kept_runs import KeptRuns, half_width
 
 from scalejax import optim
 from scalejax.bench import machine
@@ -321,12 +321,6 @@ def key_of(form: str, way: str, seed: int) -> dict[str, Any]:
     return {"form": form, "way": way, "seed": seed, "schedule": schedule}
 
 
-def found_in(path: pathlib.Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The line of a run; None = it is not there."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((run for run in map(json.loads, lines) if key.items() <= run.items()), None)
-
-
 def file_of(form: str, way: str, seed: int) -> pathlib.Path:
     """Where the metrics of a run on resamples are."""
     return FOLDER / f"{form}-{way.replace(' ', '_').replace(',', '')}-{seed}.npz"
@@ -350,26 +344,25 @@ def resampled(path: pathlib.Path, stage: str) -> bootstrap.Resampled:
         return bootstrap.Resampled(kept[f"{stage}_values"], samples, 1, int(kept[f"{stage}_examples"]), 0)
 
 
-def make(path: pathlib.Path, forms: Sequence[str], seeds: Sequence[int]) -> None:
+def make(runs: KeptRuns, forms: Sequence[str], seeds: Sequence[int]) -> None:
     """All runs that are not there, seed by seed, so that what there is can be compared at any time."""
     for form, seed in itertools.product(forms, seeds):
         for way in FORMS[form].schedules:
             key, kept = key_of(form, way, seed), file_of(form, way, seed)
-            found = found_in(path, key)
+            found = runs.first(key)
             if found and kept.exists():
                 continue
             figures, predictions = scored_run(experiment_of(form, way, seed))
             keep_resamples(kept, predictions)
             if found is None:
-                with path.open("a") as file:
-                    file.write(json.dumps(key | figures) + "\n")
+                runs.append(key | figures)
             print(f"{form}, {way}, seed {seed}: {figures}", file=sys.stderr, flush=True)
 
 
-def report(path: pathlib.Path, form: str) -> None:
+def report(runs: KeptRuns, form: str) -> None:
     """The table of a form, of the seeds that all ways have."""
     ways = tuple(FORMS[form].schedules)
-    lines = {way: [found_in(path, key_of(form, way, seed)) for seed in SEEDS] for way in ways}
+    lines = {way: [runs.first(key_of(form, way, seed)) for seed in SEEDS] for way in ways}
     seeds = [n for n in range(len(SEEDS)) if all(lines[way][n] for way in ways)]
     if len(seeds) < 2:
         sys.exit(f"growth_pruning.py: {form!r} has {len(seeds)} complete seeds, and an interval needs two.")
@@ -414,13 +407,9 @@ def _compared(form: str, ways: Sequence[str], seeds: Sequence[int], stage: str) 
     return {way: (by * d.value, by * d.low, by * d.high) for way, (by, d) in percent.items()}
 
 
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Number of seeds -> 97.5 % quantile of Student's t."""
-
-
 def _student(values: np.ndarray) -> Percent:
-    mean, half = values.mean(), _STUDENT[len(values)] * values.std(ddof=1) / math.sqrt(len(values))
-    return float(mean), float(mean - half), float(mean + half)
+    mean, half = float(values.mean()), half_width(values.tolist())
+    return mean, mean - half, mean + half
 
 
 def wall() -> None:
@@ -469,10 +458,11 @@ def main() -> None:
         return wall()
     if options.runs is None:
         parser.error("give --runs FILE, or --wall")
+    runs = KeptRuns(options.runs)
     if not options.report:
-        return make(options.runs, options.forms, options.seeds)
+        return make(runs, options.forms, options.seeds)
     for form in options.forms:
-        report(options.runs, form)
+        report(runs, form)
         print()
     return None
 

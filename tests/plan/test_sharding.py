@@ -199,7 +199,7 @@ def test_two_levels_leave_most_tables_whole_and_the_busiest_device_less_busy():
         shard(changed(dcnv2.criteo(), tables__exchange__route=route), "h100:8x8").planned
         for route in ("flat", "two_level")
     )
-    assert hops.report.max_s < 0.75 * flat.report.max_s  # 1.11 and 1.51 ms
+    assert [round(1e3 * found.report.max_s, 2) for found in (flat, hops)] == [1.51, 1.11]
     whole = [sum(entry.columns == 1 for entry in found.plan.tables) for found in (flat, hops)]
     assert whole == [0, 19]
 

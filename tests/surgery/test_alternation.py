@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import re
 
 import jax
 import killed_run
@@ -25,6 +26,7 @@ from scalejax.train import loop, phases
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
 from scalejax.train.experiment import Checkpoints, Phase
+from scalejax.train.reports import summary as summaries
 from scalejax.train.run_folder import read_lines
 from scalejax.train.runs.run import Run
 
@@ -241,7 +243,13 @@ def test_the_summary_says_what_each_phase_took(whole):
     scores = [line["ne"] for line in lines if line["kind"] == "evaluation" and line["split"] == "validation"]
     assert [p["val_ne"] for p in found] == scores
     report = (folder / "report.html").read_text()
-    assert all(f"{score:.4f}" in report for score in scores)
+    for title in ("phase", "steps", "TFLOP", "training", "compilation", "hand-over", "validation, NE"):
+        assert re.search(rf"<th[^>]*>{title}</th>", report), title
+    for part, score in zip(found, scores, strict=True):
+        taken = [summaries.duration(part[name]) or "" for name in ("train_s", "compile_s", "handover_s")]
+        cells = [part["phase"] or "first", f"{part['steps']:,}", f"{part['flops'] / 1e12:.4g}", *taken]
+        row = "".join(rf"<td[^>]*>{re.escape(cell)}</td>" for cell in cells)
+        assert re.search(rf"<tr>{row}[^\n]*?>{score:.4f}</td>", report), cells
 
 
 @pytest.mark.slow

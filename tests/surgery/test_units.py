@@ -65,6 +65,20 @@ DHEN = DhenConfig(
     bottom_hidden=(6,),
     head_hidden=(8,),
 )
+ONE_ENSEMBLE = dataclasses.replace(
+    DHEN,
+    repeats=1,
+    layers=(
+        EnsembleLayer(
+            modules=(
+                FactorizationMachine(outputs=4, kind="attentive", rank=2, hidden=(8,), attention_hidden=(6,)),
+                SelfAttention(outputs=4, hidden=10),
+                MlpExperts(outputs=4, experts=2, hidden=(8,)),
+            ),
+            ensemble="sum",
+        ),
+    ),
+)
 MODELS = {
     "DLRM": DLRM,
     "DLRM without dense features": dataclasses.replace(DLRM, bottom_hidden=()),
@@ -217,6 +231,8 @@ def test_the_best_are_kept_in_their_order_and_of_equal_ones_the_first():
 HALF = {
     "DLRM": (DLRM, dataclasses.replace(DLRM, bottom_hidden=(6,), top_hidden=(8, 6))),
     "Wukong": (ONE_LAYER, dataclasses.replace(ONE_LAYER, fmb_hidden=(4,), head_hidden=(6,), bottom_hidden=(4,))),
+    "DCNv2": (MODELS["DCNv2"], narrowed(MODELS["DCNv2"], 0.5)),
+    "DHEN": (ONE_ENSEMBLE, narrowed(ONE_ENSEMBLE, 0.5)),
 }
 EACH = optim.AdamW(learning_rate=optim.Constant(value=1e-2), counts="each")
 

@@ -1,0 +1,34 @@
+"""Pages of `benchmarks/results` whose command takes seconds hold what it prints."""
+
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="runs in a checkout")
+
+
+def rows(printed: str) -> list[str]:
+    """Of tables."""
+    return [line for line in printed.splitlines() if line.startswith("|")]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "least"),
+    [
+        ("dhen_plans", [], 7),
+        ("tower_plans", [], 50),
+        ("growth_pruning", ["--runs", str(RESULTS / "growth_pruning.jsonl"), "--report"], 2 * 10),
+    ],
+)
+def test_a_page_has_every_row_that_its_command_prints(script, arguments, least, scripts, monkeypatch, capsys):
+    """Of growth and pruning the runs are of the ways and schedules as they are."""
+    module = scripts(script)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    module.main()
+    printed, page = rows(capsys.readouterr().out), (RESULTS / f"{script}.md").read_text().splitlines()
+    assert len(printed) >= least
+    assert [row for row in printed if row not in page] == []
