@@ -43,14 +43,12 @@ def test_only_shards_of_dense_gradients_cross_between_slices(form):
     assert not [c for c in found.collectives if c.kind == "all-gather" and "replica" in c.axes and c.bytes > 2**16]
     gathered = bytes_of(found.collectives, "all-gather", "fsdp")
     assert across(found.collectives) < 1.3 * dense / 8
-    if (
-        form == "explicit"
-    ):  # the implicit form gathers some parameters twice, and sums some gradients in ways of its own
+    if form == "explicit":
         assert dense <= gathered <= 1.01 * dense
         # What the compiler calls an all-reduce leaves every chip its shard.
         assert dense <= bytes_of(found.collectives, "all-reduce", "fsdp") <= 1.01 * dense
         assert across(found.collectives) >= dense / 8
-    else:
+    else:  # some parameters are gathered twice, and some gradients summed otherwise
         assert dense <= gathered <= 2.1 * dense
     assert found.roofline.dcn_s > 0
     assert found.memory.bytes_per_chip["parameters"] == (dense - 4) // 8 + 4  # the last bias is whole

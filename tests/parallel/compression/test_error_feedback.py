@@ -211,10 +211,11 @@ def test_what_was_applied_and_what_is_remembered_is_the_uncompressed_sum(name):
     assert name == "identity" or np.linalg.norm(residuals[-1]) > 1e-5 * np.linalg.norm(exact[-1])
 
 
+# Of 7 levels, from 196 values on, residuals of rows of 256 grow too, but after some 500 steps.
 GROWING = {
     "linear-1": (LinearDithering(levels=1), "compressor: linear dithering, 1 levels.*levels=2 "),
     "natural-1": (NaturalDithering(levels=1), "compressor: natural dithering, 1 levels.*levels=2 "),
-    "linear-l2": (LinearDithering(levels=7, scale="l2"), "rows of 196 and more.*scale='max'"),
+    "linear-l2": (LinearDithering(levels=5, scale="l2"), "rows of 100 and more.*scale='max'"),
     "natural-l2": (NaturalDithering(levels=3, scale="l2"), "scale='max'"),
     "randomk": (RandomKEntries(k=0.1, scale="n/k"), "scale='none'"),
 }
