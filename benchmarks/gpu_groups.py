@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_report import Report, compiled, main, timed
 
+from scalejax.bench.cases import gradient_compressors
 from scalejax.kernels import group_quantize
 from scalejax.kernels.group_quantize import IntGroups, pallas_gpu
 from scalejax.kernels.group_quantize.api import Implementation
@@ -35,13 +36,9 @@ FORMATS = {
     "int4:2048": IntGroups(bits=4, size=2048),
 }
 COMPRESSORS = {
-    "onebit": compressors.OneBit(),
+    **gradient_compressors.COMPRESSORS,
     "onebit, groups of 128": compressors.OneBit(group=128),
-    "topk": compressors.TopKEntries(k=0.001),
     "randomk": compressors.RandomKEntries(),
-    "linear dithering": compressors.LinearDithering(levels=16),
-    "natural dithering": compressors.NaturalDithering(levels=7),
-    "blocks int4:128": compressors.Blocks(format="int4:128"),
 }
 DEVICES = 8
 SEED = np.array([1, 2], np.uint32)
