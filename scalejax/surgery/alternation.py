@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalejax import optim
-from scalejax.errors import UserError, check_at_least
+from scalejax.errors import UserError, check_whole
 from scalejax.surgery.units import Growth, ResizeUnits, Score
 from scalejax.train.experiment import Experiment, Phase
 
 
 def kept_width(width: int, share: float, multiple: int = 1) -> int:
     """The ceil(share * width) best units of a layer rounded up to a multiple, but no more than there are."""
-    units = math.ceil(share * width - 1e-9)  # 0.1 * 30 is a little more than 3
+    units = max(1, math.ceil(share * width - 1e-9))  # 0.1 * 30 is a little more than 3
     return min(width, -(-units // multiple) * multiple)
 
 
@@ -29,9 +29,9 @@ def narrowed(config: Any, share: float, multiple: int = 1) -> Any:
     """The config of a model of whose hidden layers this share of the units is left, see `kept_width`.
 
     Raises:
-      UserError: it has no hidden widths, one is below the multiple, or the share is none.
+      UserError: it has no hidden widths, one is below the multiple, or the share is not above 0 and at most 1.
     """
-    check_at_least("multiple", multiple, 1)
+    check_whole("multiple", multiple, 1)
     if not 0 < share <= 1:
         raise UserError(f"share must be above 0 and at most 1, the part of the hidden units that stays; got {share}.")
     new, count = _narrowed(config, share, multiple, type(config).__name__, None)
@@ -76,6 +76,25 @@ def _narrowed(value: Any, share: float, multiple: int, where: str, dim: int | No
     return dataclasses.replace(value, **changes), total  # pyright: ignore[reportArgumentType]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiddenShare:
+    """In a phase, the model that the run begins with, of whose hidden units this share is left. See `narrowed`.
+
+    `--set model...` so holds in all phases. A `train.experiment.DerivedValue`.
+
+    Attributes:
+      share: Of the units of each hidden layer.
+      multiple: Widths are rounded up to it.
+    """
+
+    share: float
+    multiple: int = 1
+
+    def derived(self, first: Any) -> Any:
+        """See `train.experiment.DerivedValue`."""
+        return first if self.share == 1 else narrowed(first, self.share, self.multiple)
+
+
 def alternate(
     experiment: Experiment,
     schedule: Sequence[tuple[int, float]],
@@ -98,22 +117,28 @@ def alternate(
     """
     if experiment.phases:
         raise UserError(f"alternate: the experiment has {len(experiment.phases)} phases of its own. Leave them out.")
-    if len(schedule) < 2 or schedule[0][1] != 1 or schedule[-1][1] != 1:
+    if len(schedule) < 2:
+        raise UserError(f"alternate: a schedule has two or more (steps, share) of phases; got {len(schedule)}.")
+    if schedule[0][1] != 1 or schedule[-1][1] != 1:
         shares = ", ".join(f"{share:g}" for _, share in schedule)
+        which = "first" if schedule[0][1] != 1 else "last"
         raise UserError(
             "alternate: a schedule begins and ends with the whole model, a share of 1, so that what goes on to learn "
-            f"from new data has all of its units; got the shares {shares}. Add a last phase with the share 1."
+            f"from new data has all of its units; got the shares {shares}. Add a {which} phase with the share 1."
         )
+    for number, (steps, _) in enumerate(schedule):
+        check_whole(f"alternate: steps of phase {number}", steps, 1)
     surgery = ResizeUnits(growth=growth, score=score)
     phases, current = [], experiment.model
     for number, (steps, share) in enumerate(schedule[1:], 1):
-        model = narrowed(experiment.model, share, multiple) if share != 1 else experiment.model
+        change = HiddenShare(share=share, multiple=multiple)
+        model = change.derived(experiment.model)
         same, shrinks = model == current, share < schedule[number - 1][1]
         phases.append(
             Phase(
                 name=f"{number}-{'same' if same else 'cut' if shrinks else 'grow'}",
                 steps=steps,
-                changes={} if same else {"model": model},
+                changes={"model": change},
                 surgery=None if same else surgery,
             )
         )

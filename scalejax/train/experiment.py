@@ -296,6 +296,19 @@ class Init:
     surgery: Surgery | None = None
 
 
+@runtime_checkable
+class DerivedValue(Protocol):
+    """What a phase makes of a field as the run begins with it, so that `--set` of that field holds in the phase too."""
+
+    def derived(self, first: Any) -> Any:
+        """The value in the phase.
+
+        Args:
+          first: The value before the first phase.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
     """A stretch of a run that follows what comes before, in the same run folder.
@@ -309,7 +322,7 @@ class Phase:
     Attributes:
       name: Of letters, digits, - and _, unlike those of the other phases.
       steps: How many.
-      changes: Path of a field of the experiment -> its value from here on, in later phases too.
+      changes: Path of a field of the experiment -> its value from here on, in later phases too, or a `DerivedValue`.
       surgery: What makes the model of this phase of that of the phase before; None = it is the same.
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 from scalejax.errors import UserError
 from scalejax.train import distributed
 from scalejax.train.checkpoints.checkpoint import listed
-from scalejax.train.experiment import Experiment, Phase, StatefulSurgery, Surgery
+from scalejax.train.experiment import DerivedValue, Experiment, Phase, StatefulSurgery, Surgery
 
 _OPTIMIZED = ("optimizer", "trainable", "gradients.loss_scaling")
 """Fields with which the state of the optimizer begins anew."""
@@ -76,7 +76,7 @@ def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
         ResolvedPhase(name="", experiment=current, start=0, stop=experiment.steps, optimizer_from=0, scores_from=0)
     ]
     for phase in experiment.phases:
-        before, current = current, _changed(current, phase)
+        before, current = current, _changed(current, phase, found[0].experiment)
         anew, other = (
             lost or any(_get(before, path) != _get(current, path) for path in paths)
             for lost, paths in (
@@ -98,7 +98,10 @@ def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
         )
     ends = {phase.optimizer_from: phase.stop for phase in found}
     stateful = [number for number, phase in enumerate(found) if isinstance(phase.surgery, StatefulSurgery)]
-    schedule = "; ".join(_words(before, phase) for before, phase in itertools.pairwise([found[0], *found]))
+    models = [phase.experiment.model for phase in found]
+    first = dict.fromkeys(text for model in models for text in _differences(model, models[0], "model"))
+    words = [_words(before, phase) for before, phase in itertools.pairwise(found)]
+    schedule = "; ".join([" ".join([f"{found[0].stop} steps", *first]), *words])
     return tuple(
         dataclasses.replace(
             phase,
@@ -138,12 +141,15 @@ def _differences(before: Any, now: Any, path: str) -> Iterator[str]:
 
 
 def _read_by(found: Sequence[ResolvedPhase], number: int) -> list[int]:
-    """Ends of the phases before, back to the last with this model, where a surgery reads what was there."""
+    """Ends of the phases before that a surgery may read: back to the last with this model, all where none has it.
+
+    A model may differ from an earlier one in what a state does not show, such as dropout.
+    """
     phase = found[number]
     if not (isinstance(phase.surgery, StatefulSurgery) and phase.surgery.reads_history):
         return []
     same = [n for n in range(number) if found[n].experiment.model == phase.experiment.model]
-    return [one.stop for one in found[same[-1] : number]] if same else []
+    return [one.stop for one in found[same[-1] if same else 0 : number]]
 
 
 def named(experiment: Experiment, name: str, where: str) -> Experiment:
@@ -179,33 +185,40 @@ def phase_at(experiment: Experiment, run_folder: pathlib.Path, step: int | None 
     return next((phase for phase in found if step <= phase.stop), found[-1])
 
 
-def _changed(experiment: Experiment, phase: Phase) -> Experiment:
+def _changed(experiment: Experiment, phase: Phase, first: Experiment) -> Experiment:
     for path, value in phase.changes.items():
         if any(f"{path}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{path}.") for fixed in _FIXED):
             raise UserError(
                 f"phases: {phase.name!r} changes {path}, which holds for the whole run. Leave it out; it cannot change "
                 f"any of {', '.join(_FIXED)}."
             )
-        experiment = _replaced(experiment, path.split("."), value, f"phases: {phase.name!r} changes {path}")
+        where = f"phases: {phase.name!r} changes {path}"
+        new = value.derived(_get(first, path, where)) if isinstance(value, DerivedValue) else value
+        experiment = _replaced(experiment, path.split("."), new, where)
     return experiment
 
 
 def _replaced(value: Any, path: list[str], new: object, where: str) -> Any:
     name, *rest = path
+    if rest:
+        new = _replaced(_field(value, name, where), rest, new, where)
+    _field(value, name, where)
+    try:
+        return dataclasses.replace(value, **{name: new})
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _get(value: object, path: str, where: str = "") -> Any:
+    for name in path.split("."):
+        value = _field(value, name, where)
+    return value
+
+
+def _field(value: Any, name: str, where: str) -> Any:
     is_config = dataclasses.is_dataclass(value) and not isinstance(value, type)
     fields = [field.name for field in dataclasses.fields(value)] if is_config else []
     if name not in fields:
         has = f"has the fields {', '.join(fields)}" if fields else "has none"
         raise UserError(f"{where}, but there is no field {name!r}: {type(value).__name__} {has}.")
-    if rest:
-        new = _replaced(getattr(value, name), rest, new, where)
-    try:
-        return dataclasses.replace(value, **{name: new})  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
-
-
-def _get(value: object, path: str) -> object:
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return getattr(value, name)

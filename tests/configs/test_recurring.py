@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from scalejax import optim
+from scalejax.configs import overrides
 from scalejax.configs.recsys import _flights, dlrm
 from scalejax.data import FlightsData
 from scalejax.models.recsys.dlrm import DlrmConfig
@@ -51,6 +52,13 @@ def test_the_rates_of_the_days_begin_anew_and_stay() -> None:
     assert last.experiment.optimizer.counts == offline[0].experiment.optimizer.counts == "each"
     data = [p.experiment.data.split for p in (offline[0], last)]
     assert data[1].numbers == data[0].train
+
+
+def test_what_is_set_of_the_data_and_the_optimizer_holds_day_by_day() -> None:
+    sets = ["data.seed=7", "data.threads=3", "optimizer.weight_decay=0.02"]
+    last = phases.resolved(overrides.apply(recurring(), sets))[-1].experiment
+    assert (last.data.seed, last.data.threads, last.optimizer.weight_decay) == (7, 3, 0.02)
+    assert last.data.order == "time"
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import small_run
 from changes import changed
 
 from scalejax import optim
+from scalejax.configs import overrides
 from scalejax.errors import UserError
 from scalejax.models.recsys.dhen import DhenConfig, EnsembleLayer
 from scalejax.models.recsys.dlrm import DlrmConfig
@@ -290,6 +291,37 @@ def test_units_that_were_cut_come_back_as_they_were_although_few_checkpoints_are
     assert came - cut == kept
 
 
+def test_units_come_back_where_the_model_also_changes_in_what_no_state_shows(rows, tmp_path):
+    cut, grown = alternating(rows, "resume", schedule=((2, 1.0), (3, 0.5), (1, 1.0)), checkpoints__keep_last=1).phases
+    grown = dataclasses.replace(grown, changes={**grown.changes, "model.dropout": 0.1})
+    experiment = dataclasses.replace(alternating(rows, schedule=((2, 1.0), (1, 1.0))), phases=(cut, grown))
+    experiment = changed(experiment, checkpoints__keep_last=1)
+    assert [phase.experiment.model.dropout for phase in phases.resolved(experiment)] == [0, 0, 0.1]
+    loop.train(experiment, workdir=tmp_path)
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal()) == [2, 5, 6]
+
+
+def test_frozen_parameters_stay_where_others_shrink_and_grow(rows, tmp_path):
+    schedule = ((2, 1.0), (2, 0.5), (2, 1.0))
+    experiment = alternating(rows, schedule=schedule, trainable="top/.*", checkpoints__keep_last=9)
+    loop.train(experiment, workdir=tmp_path)
+    first, small, last = (
+        {tuple(unit) for unit in dense(tmp_path, step)["params.bottom/layers/0/kernel"].T.tolist()}
+        for step in (2, 4, 6)
+    )
+    assert (len(first), len(small), len(last)) == (8, 4, 8)
+    assert small < first
+    assert small < last
+
+
+def test_what_is_set_of_the_model_holds_in_all_phases(rows):
+    experiment = overrides.apply(alternating(rows), ["model.top_hidden=64,32", "model.dropout=0.2"])
+    models = [phase.experiment.model for phase in phases.resolved(experiment)]
+    assert [model.top_hidden for model in models] == [(64, 32), (32, 16)] * 2 + [(64, 32)]
+    assert {model.dropout for model in models} == {0.2}
+    assert phases.resolved(experiment)[0].schedule != phases.resolved(alternating(rows))[0].schedule
+
+
 @pytest.mark.slow
 def test_sharded_parameters_shrink_and_grow_as_whole_ones_do(rows, tmp_path):
     schedule = ((3, 1.0), (2, 0.5), (2, 1.0), (2, 0.5), (2, 1.0))
@@ -304,6 +336,10 @@ def test_sharded_parameters_shrink_and_grow_as_whole_ones_do(rows, tmp_path):
 def test_mistakes_are_named(rows, tmp_path):
     for schedule, message in (
         (((4, 1.0), (3, 0.5)), r"begins and ends with the whole model.* got the shares 1, 0\.5\. Add a last phase"),
+        (((4, 0.5), (3, 1.0)), r"got the shares 0\.5, 1\. Add a first phase"),
+        (((4, 1.0),), r"has two or more .* got 1"),
+        (((0, 1.0), (3, 0.5), (2, 1.0)), r"steps of phase 0 must be a whole number of at least 1; got 0"),
+        (((4, 1.0), (2.5, 0.5), (2, 1.0)), r"steps of phase 1 must be a whole number of at least 1; got 2\.5"),
         (((4, 1.0), (3, 0.0), (2, 1.0)), r"share must be above 0 and at most 1"),
     ):
         with pytest.raises(UserError, match=message):
@@ -365,7 +401,8 @@ def test_a_run_goes_on_with_no_other_schedule(rows, ended, other):
 def test_a_schedule_is_what_phases_make_of_the_model(rows):
     own = phases.resolved(alternating(rows, schedule=((4, 1.0), (3, 0.5), (2, 1.0)), score="taylor"))
     assert {phase.schedule for phase in own} == {
-        "4 steps; 3 steps 1-cut model.bottom_hidden.0=4 model.top_hidden.0=8 model.top_hidden.1=4 "
+        "4 steps model.bottom_hidden.0=8 model.top_hidden.0=16 model.top_hidden.1=8; "
+        "3 steps 1-cut model.bottom_hidden.0=4 model.top_hidden.0=8 model.top_hidden.1=4 "
         "by ResizeUnits(score=taylor); "
         "2 steps 2-grow model.bottom_hidden.0=8 model.top_hidden.0=16 model.top_hidden.1=8 "
         "by ResizeUnits(score=taylor)"

@@ -95,13 +95,11 @@ def day_by_day(offline: Experiment, steps: int = _RECURRING_STEPS) -> Experiment
 
     Its optimizer begins anew, with rates that stay. It is scored on November and December, of which it trains nothing.
     """
-    data, optimizer = offline.data, offline.optimizer
-    assert isinstance(data, FlightsData)
-    recurring = dataclasses.replace(data, split=_RECURRING, order="time", batch_size=_RECURRING_BATCH)
-    constant = dataclasses.replace(optimizer, learning_rate=optim.Constant(value=1e-3))  # pyright: ignore[reportArgumentType]
     changes = {
-        "data": recurring,
-        "optimizer": constant,
+        "data.split": _RECURRING,
+        "data.order": "time",
+        "data.batch_size": _RECURRING_BATCH,
+        "optimizer.learning_rate": optim.Constant(value=1e-3),
         "tables.schedule": optim.Constant(value=0.1),
         "evaluation.validation": "progressive",
     }

@@ -435,7 +435,8 @@ class Checkpointer:
         arrays = self._arrays_store().read(self.folder / str(links[0].step) / _ARRAYS, stored)
         arrays |= {name: _zeros(leaf) for name, leaf in fresh.items()}
         if frozen is not None:
-            arrays |= self._arrays_store().read(self.folder / frozen.folder / _ARRAYS, shared)
+            if shared:
+                arrays |= self._arrays_store().read(self.folder / frozen.folder / _ARRAYS, shared)
             self._frozen_at = frozen if set(frozen.names) == self._frozen else None
         for link in links[1:]:
             self._apply_rows(link, arrays)
