@@ -17,7 +17,7 @@ vectors of W numbers in all:
     within hosts    b (L - 1) / L (8 W + ids) bytes a device, likewise; the flat exchange has none
 
 That leaves out what a device does itself. So every step is timed once more after the limits are taken away, and
-"with its work" is that plus the bytes between hosts at the difference of what a byte takes.
+"formula with work" is that plus the bytes between hosts at the difference of what a byte takes.
 """
 
 import argparse
@@ -274,7 +274,7 @@ def table(found: dict[str, Any]) -> str:
     """The rows as Markdown."""
     rate = rates(found, "limited")
     head = ("exchange", "MB a host sends", "on the wire", "ms a step", "formula", "measured / formula")
-    head = (*head, "with its work", "measured / that", "flat / this")
+    head = (*head, "formula with work", "measured / formula with work", "flat / this")
     lines = [
         f"## {found['hosts']} hosts, {found['mbit']:g} Mb/s",
         "",

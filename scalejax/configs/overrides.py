@@ -172,7 +172,7 @@ class _Change:
         ]
         if missing:
             raise self.error(
-                f"{path} cannot become a {member.__name__} by name: {', '.join(missing)} have no default. "
+                f"{path} cannot become a {member.__name__} by name: it needs {', '.join(missing)}. "
                 "Write a recipe of your own that constructs it."
             )
         return self.construct(member)
@@ -331,8 +331,9 @@ def _describe(annotation: object) -> tuple[str, str]:
             words.append(f"{len(parts)} items ({', '.join(of for of, _ in parts)})")
             examples.append(",".join(example for _, example in parts))
         elif _is_config_type(member):
-            words.append(f"the type name {member.__name__}")
-            examples.append(member.__name__)
+            file = hasattr(member, "load")
+            words.append(f"the type name {member.__name__}" + " or a .json file of one" * file)
+            examples.append("FILE.json" if file else member.__name__)
         else:
             of, example = _EXAMPLES.get(member, (str(getattr(member, "__name__", member)), "..."))
             words.append(of)

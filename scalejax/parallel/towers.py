@@ -1,7 +1,7 @@
 """Towers: a partition of the categorical features, of which each part is looked up and interacts by itself first.
 
 Paper: L. Luo et al., "Disaggregated Multi-Tower: Topology-aware Modeling Technique for Efficient Large-Scale
-Recommendation", MLSys 2024 (arXiv 2403.00877). `planner.towers` finds partitions; `models.recsys.towers` are models.
+Recommendation", MLSys 2024 (arXiv 2403.00877). `plan.towers` finds partitions; `models.recsys.towers` are models.
 """
 
 import dataclasses
@@ -33,6 +33,8 @@ class Partition:
                 f"{self.towers!r}."
             )
         names = [name for tower in self.towers for name in tower]
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise UserError(f"Partition: towers must hold names of features; got {wrong[0]!r}.")
         twice = sorted({name for name in names if names.count(name) > 1})
         empty = [str(t) for t, tower in enumerate(self.towers) if not tower]
         said = [] if self.towers else ["there is no tower"]

@@ -190,7 +190,7 @@ def _render_gpus(result: GpuPlan, console: "Console") -> None:
         )
     dense = Table(title="Dense part, tables left out", title_justify="left")
     dense.add_column("strategy")
-    for name in ("a step", "of it waits", "state of a GPU", ""):
+    for name in ("a step", "exposed communication", "state of a GPU", ""):
         dense.add_column(name, justify="right")
     for kind, found in result.dense.items():
         memory = size(int(found.memory_bytes))

@@ -186,7 +186,7 @@ def test_the_experiment_itself_is_untouched(experiment):
         ("optimizer=Lion", "type name Sgd or the type name Adam or the type name AdamL2 or"),
         ("model.heads=3", "must be a list"),
         ("model=Wukong", "model is of type Model and cannot be set as a whole. Set its fields (model.layers"),
-        ("model.interaction=Deep", "cannot become a Deep by name: depth have no default"),
+        ("model.interaction=Deep", "cannot become a Deep by name: it needs depth"),
         ("model.mlp.hidden.2=4", "has 2 items, the last is model.mlp.hidden.1"),
         ("steps", "must be path=value"),
         ("=3", "must be path=value"),

@@ -56,8 +56,8 @@ def test_other_towers_neither_go_on_nor_begin_with_a_run_nor_score_it(experiment
 
 
 def test_a_phase_with_other_towers_wants_a_surgery(experiment, tmp_path):
-    phase = Phase(name="dealt", steps=1, changes={"model": OTHERS["other towers"]})
-    with pytest.raises(UserError, match=r"'dealt' has no surgery.*model.towers is"):
+    phase = Phase(name="other", steps=1, changes={"model": OTHERS["other towers"]})
+    with pytest.raises(UserError, match=r"'other' has no surgery.*model.towers is"):
         loop.train(dataclasses.replace(experiment, phases=(phase,)), workdir=tmp_path)
 
 

@@ -66,7 +66,7 @@ def prune(
 
     source = _Source.open(run, step, recipe)
     experiment = source.experiment
-    sets = [f"model.{text}" for text in widths or []]
+    sets = _as_sets(widths)
     if share is not None:
         narrow = narrowed(experiment.model, share, multiple or 1)
         sets = _differences(experiment.model, narrow)
@@ -89,7 +89,7 @@ def grow(
     """
     environment.prepare()
     record: Any = folders.read_record(run)
-    sets = [f"model.{text}" for text in widths or []] or record.get(_BEFORE)
+    sets = _as_sets(widths) or record.get(_BEFORE)
     if not sets:
         raise UserError(
             f"scalejax grow {run}: it was not written by `scalejax prune`, and so the widths have to be said. Add "
@@ -145,6 +145,14 @@ def _differences(there: object, here: object) -> list[str]:
         for path, value in overrides.flatten(here, "model")
         if not dataclasses.is_dataclass(value) and value != before[path] and not _holds_configs(value)
     ]
+
+
+def _as_sets(widths: list[str] | None) -> list[str]:
+    """`--widths` as overrides."""
+    for text in widths or []:
+        if "=" not in text:
+            raise UserError(f"--widths {text}: must be FIELD=N,..., such as --widths top_hidden=256,128; got no '='.")
+    return [f"model.{text}" for text in widths or []]
 
 
 def _check_widths(

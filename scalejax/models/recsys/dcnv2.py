@@ -21,6 +21,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
+from scalejax.errors import check_whole
 from scalejax.models.recsys.task import CtrTask, OneVectorConfig
 
 
@@ -29,7 +30,7 @@ class DcnV2Config(OneVectorConfig):
     """Architecture.
 
     Attributes:
-      cross_layers: Number of cross layers; the crosses reach order cross_layers + 1.
+      cross_layers: Number of cross layers, 0 for an MLP alone; the crosses reach order cross_layers + 1.
       cross_rank: Rank of each W, or None = full.
       deep_hidden: Hidden widths of the MLP that makes the logits.
     """
@@ -40,6 +41,9 @@ class DcnV2Config(OneVectorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_whole("DcnV2Config: cross_layers", self.cross_layers, 0)
+        if self.cross_rank is not None:
+            check_whole("DcnV2Config: cross_rank", self.cross_rank, 1)
         nn.check_mlp("DcnV2Config", deep_hidden=self.deep_hidden)
 
     def task(self, schema: Schema) -> CtrTask:

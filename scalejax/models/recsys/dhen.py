@@ -27,7 +27,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import UserError, check_at_least, check_one_of, check_several
+from scalejax.errors import UserError, check_one_of, check_several, check_whole
 from scalejax.models.recsys.interactions import Interaction, LayerInputs, Mix, Normalization, check_returned
 from scalejax.models.recsys.stack import StackConfig
 
@@ -91,7 +91,7 @@ class DhenConfig(StackConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("DhenConfig: repeats", self.repeats, 1)
+        check_whole("DhenConfig: repeats", self.repeats, 1)
         check_several("DhenConfig: layers", self.layers, "EnsembleLayer(...)")
         if not self.layers:
             raise UserError("DhenConfig: layers must hold at least one EnsembleLayer; got none.")

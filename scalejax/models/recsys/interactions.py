@@ -7,7 +7,7 @@ and the width of the vectors that it will see. A file of your own may have other
     FactorizationMachine  U = MLP(LN(flatten(F))),  F = X X^T  |  X (X^T Y)  |  X (X^T Y(X))
     DotProduct            U = MLP(dense features, products of all pairs of W X)
     FeatureCross          U = W (x * (V x + b)),    x = flatten(X)          equation 7 of DHEN, read as DCN has it
-    SecondMoment          U = W^T (X^T X) + b                               equation 7 of DHEN, read as it is printed
+    SecondMoment          U = W (X^T X) / n + b                             equation 7 of DHEN, read as it is printed
     SelfAttention         U = W TransformerEncoderLayer(X)
     Convolution           U = W Conv2d(X)
     MlpExperts            U = sum_e softmax(G x)_e MLP_e(x)
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from scalejax import nn
-from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.errors import UserError, check_one_of, check_whole
 from scalejax.models.recsys.stack import rows, vectors
 
 FmKind = Literal["lowrank", "plain", "attentive"]
@@ -108,7 +108,7 @@ class LinearCompression:
     outputs: int
 
     def __post_init__(self) -> None:
-        check_at_least("LinearCompression: outputs", self.outputs, 1)
+        check_whole("LinearCompression: outputs", self.outputs, 1)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Mix:
         return Mix(self.outputs, inputs.n, rngs=rngs, dtypes=dtypes)
@@ -146,7 +146,7 @@ class FactorizationMachine:
 
     def __post_init__(self) -> None:
         for name in ("outputs", "rank", "attention_rows"):
-            check_at_least(f"FactorizationMachine: {name}", getattr(self, name), 1)
+            check_whole(f"FactorizationMachine: {name}", getattr(self, name), 1)
         check_one_of("FactorizationMachine: kind", self.kind, get_args(FmKind))
         check_one_of("FactorizationMachine: normalization", self.normalization, get_args(Normalization))
         nn.check_mlp(
@@ -276,9 +276,9 @@ class DotProduct:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_at_least("DotProduct: outputs", self.outputs, 1)
+        check_whole("DotProduct: outputs", self.outputs, 1)
         if self.mixed is not None:
-            check_at_least("DotProduct: mixed", self.mixed, 2)
+            check_whole("DotProduct: mixed", self.mixed, 2)
         nn.check_mlp("DotProduct", activation=self.activation, dropout=self.dropout, hidden=self.hidden)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "DotProducts":
@@ -323,9 +323,9 @@ class FeatureCross:
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        check_at_least("FeatureCross: outputs", self.outputs, 1)
+        check_whole("FeatureCross: outputs", self.outputs, 1)
         if self.rank is not None:
-            check_at_least("FeatureCross: rank", self.rank, 1)
+            check_whole("FeatureCross: rank", self.rank, 1)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "Crosses":
         return Crosses(self, inputs, rngs=rngs, dtypes=dtypes)
@@ -366,7 +366,7 @@ class SecondMoment:
     outputs: int
 
     def __post_init__(self) -> None:
-        check_at_least("SecondMoment: outputs", self.outputs, 1)
+        check_whole("SecondMoment: outputs", self.outputs, 1)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "SecondMoments":
         return SecondMoments(self, inputs, rngs=rngs, dtypes=dtypes)
@@ -411,9 +411,9 @@ class SelfAttention:
 
     def __post_init__(self) -> None:
         for name in ("outputs", "heads"):
-            check_at_least(f"SelfAttention: {name}", getattr(self, name), 1)
+            check_whole(f"SelfAttention: {name}", getattr(self, name), 1)
         if self.hidden is not None:
-            check_at_least("SelfAttention: hidden", self.hidden, 1)
+            check_whole("SelfAttention: hidden", self.hidden, 1)
         nn.check_mlp("SelfAttention", activation=self.activation, dropout=self.dropout)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "EncoderLayer":
@@ -479,7 +479,7 @@ class Convolution:
 
     def __post_init__(self) -> None:
         for name in ("outputs", "channels", "kernel"):
-            check_at_least(f"Convolution: {name}", getattr(self, name), 1)
+            check_whole(f"Convolution: {name}", getattr(self, name), 1)
         if self.kernel % 2 == 0:
             raise UserError(
                 f"Convolution: kernel must be odd, so that filters have a middle; got {self.kernel}. Take "
@@ -538,7 +538,7 @@ class MlpExperts:
 
     def __post_init__(self) -> None:
         for name in ("outputs", "experts"):
-            check_at_least(f"MlpExperts: {name}", getattr(self, name), 1)
+            check_whole(f"MlpExperts: {name}", getattr(self, name), 1)
         nn.check_mlp("MlpExperts", activation=self.activation, dropout=self.dropout, hidden=self.hidden)
 
     def build(self, inputs: LayerInputs, *, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "GatedMlps":

@@ -17,7 +17,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import UserError, check_at_least
+from scalejax.errors import UserError, check_whole
 from scalejax.models.recsys.task import CtrTask, check_features, pooled_table
 from scalejax.parallel.embedding.config import TableConfig
 
@@ -28,6 +28,9 @@ class Important:
 
     feature: str
     vectors: int = 2
+
+    def __post_init__(self) -> None:
+        check_whole("Important: vectors", self.vectors, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,10 @@ class NarrowGroup:
     hidden: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("dim", "vectors"):
+            check_whole(f"NarrowGroup: {name}", getattr(self, name), 1)
+        if not self.features:
+            raise UserError("NarrowGroup: features must name at least one feature; got none. Leave the group out.")
         nn.check_mlp("NarrowGroup", hidden=self.hidden)
 
 
@@ -79,7 +86,7 @@ class StackConfig(abc.ABC):
     def __post_init__(self) -> None:
         name = type(self).__name__
         for field in ("dim", "dense_vectors", "feature_vectors"):
-            check_at_least(f"{name}: {field}", getattr(self, field), 1)
+            check_whole(f"{name}: {field}", getattr(self, field), 1)
         nn.check_mlp(
             name,
             activation=self.activation,

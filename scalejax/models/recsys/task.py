@@ -13,7 +13,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Categorical, Schema
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_whole
 from scalejax.nn import counts
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.embedding.config import TableConfig
@@ -175,6 +175,7 @@ class OneVectorConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        check_whole(f"{type(self).__name__}: dim", self.dim, 1)
         nn.check_mlp(type(self).__name__, dropout=self.dropout, bottom_hidden=self.bottom_hidden)
 
     def tables(self, schema: Schema) -> tuple[TableConfig, ...]:

@@ -32,7 +32,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Categorical, Schema
-from scalejax.errors import UserError, check_at_least, check_several
+from scalejax.errors import UserError, check_several, check_whole
 from scalejax.models.recsys.dcnv2 import Cross, DcnV2Config
 from scalejax.models.recsys.dhen import DhenConfig
 from scalejax.models.recsys.dlrm import DlrmConfig
@@ -88,10 +88,10 @@ class DlrmTower:
     mixed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least("DlrmTower: dim", self.dim, 1)
-        check_at_least("DlrmTower: each", self.each, 0)
-        check_at_least("DlrmTower: mixed", self.mixed, 0)
-        check_at_least("DlrmTower: each + mixed", self.each + self.mixed, 1)
+        check_whole("DlrmTower: dim", self.dim, 1)
+        check_whole("DlrmTower: each", self.each, 0)
+        check_whole("DlrmTower: mixed", self.mixed, 0)
+        check_whole("DlrmTower: each + mixed", self.each + self.mixed, 1)
 
     def outputs_of(self, features: int) -> int:
         return self.mixed + self.each * features
@@ -138,9 +138,9 @@ class DcnTower:
 
     def __post_init__(self) -> None:
         for name in ("dim", "cross_layers"):
-            check_at_least(f"DcnTower: {name}", getattr(self, name), 1)
+            check_whole(f"DcnTower: {name}", getattr(self, name), 1)
         if self.cross_rank is not None:
-            check_at_least("DcnTower: cross_rank", self.cross_rank, 1)
+            check_whole("DcnTower: cross_rank", self.cross_rank, 1)
 
     def outputs_of(self, features: int) -> int:
         return features
@@ -316,7 +316,7 @@ class Towers(nnx.Module):
     def interact(self, x: jax.Array, present: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """The modules of as many towers as the parameters are of: what `gather` gives -> compute_dtype[T, O, B, D].
 
-        What a tower has fewer than the largest is without meaning.
+        Vectors of a smaller tower beyond its own outputs are undefined.
         """
         modules: Sequence[Any] = self.modules
         keys = None if key is None else jax.random.split(key, (len(modules), len(x)))

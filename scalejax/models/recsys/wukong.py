@@ -25,7 +25,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import check_at_least, check_one_of
+from scalejax.errors import check_one_of, check_whole
 from scalejax.models.recsys import dhen
 from scalejax.models.recsys.interactions import (
     FactorizationMachine,
@@ -75,7 +75,7 @@ class WukongConfig(StackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("layers", "fm_outputs", "lcb_outputs", "rank", "attention_rows"):
-            check_at_least(f"WukongConfig: {name}", getattr(self, name), 1)
+            check_whole(f"WukongConfig: {name}", getattr(self, name), 1)
         for name, choices in (("fm", FmKind), ("normalization", Normalization)):
             check_one_of(f"WukongConfig: {name}", getattr(self, name), get_args(choices))
         nn.check_mlp("WukongConfig", fmb_hidden=self.fmb_hidden, attention_hidden=self.attention_hidden)

@@ -214,7 +214,8 @@ def matched(trained: Trained, shapes: Mapping[str, jax.ShapeDtypeStruct], where:
         raise UserError(
             f"{where}: {trained.origin} does not fit the model: {'; '.join(said)}. Give a run of the same model, or "
             f"the model of that run (see {_RECORD} in its folder); or a surgery that makes the one of the other, as "
-            "surgery.experts.Upcycle does of another number of experts."
+            "surgery.units.ResizeUnits does of other hidden widths and surgery.experts.Upcycle of another number of "
+            "experts."
         )
     return {path: params[path] for path in shapes}
 

@@ -249,6 +249,7 @@ def test_a_model_over_towers_is_cut_over_them(runs, invoke, tmp_path):
         (("prune", "{run}", "{out}", "--share", "2"), "share must be above 0 and at most 1"),
         (("prune", "{run}", "{out}", "--share", "0.5", "--multiple", "9"), "below the multiple of 9"),
         (("prune", "{run}", "{out}", "--widths", "middle_hidden=[8]"), "no field"),
+        (("prune", "{run}", "{out}", "--widths", "foo"), "--widths foo: must be FIELD=N,..."),
         (("prune", "{run}", "{out}", "--widths", "dim=8"), "is no matter of hidden units"),
         (("prune", "{run}", "{out}", "--widths", "top_hidden=0"), "DlrmConfig: top_hidden must be at least 1; got 0"),
         (("prune", "{run}", "{out}", "--widths", "top_hidden=[-4,3]"), "top_hidden must be at least 1; got -4"),

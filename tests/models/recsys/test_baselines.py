@@ -13,7 +13,7 @@ from scalejax.errors import UserError
 from scalejax.models.recsys.dcnv2 import DcnV2Config
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.logistic import LogisticConfig
-from scalejax.models.recsys.wukong import NarrowGroup, WukongConfig
+from scalejax.models.recsys.wukong import Important, NarrowGroup, WukongConfig
 from scalejax.numerics.dtypes import Dtypes
 
 F64 = Dtypes(jnp.float64, jnp.float64)
@@ -91,6 +91,22 @@ def test_dropout_acts_only_with_a_key(schema, examples):
         plain = model(embedded, batch["dense"])
         assert np.array_equal(plain, model(embedded, batch["dense"]))
         assert not np.array_equal(plain, model(embedded, batch["dense"], key=jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DlrmConfig(dim=0), "DlrmConfig: dim must be .* at least 1; got 0"),
+        (lambda: DcnV2Config(cross_layers=-3), "DcnV2Config: cross_layers must be .* at least 0; got -3"),
+        (lambda: DcnV2Config(cross_rank=0), "DcnV2Config: cross_rank must be .* at least 1; got 0"),
+        (lambda: Important(feature="a", vectors=0), "Important: vectors must be .* at least 1; got 0"),
+        (lambda: NarrowGroup(features=("a",), dim=0), "NarrowGroup: dim must be .* at least 1; got 0"),
+        (lambda: NarrowGroup(features=(), dim=4), "NarrowGroup: features must name at least one feature"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_by_the_name_of_their_field(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(

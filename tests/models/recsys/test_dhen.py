@@ -61,9 +61,11 @@ def test_a_layer_is_the_norm_of_modules_and_shortcut(ensemble, outputs, randomis
 
 @pytest.mark.parametrize("module", [LinearCompression(outputs=OUT), CROSS, FM], ids=lambda m: type(m).__name__)
 def test_with_one_module_every_ensemble_is_module_and_shortcut(module, randomised, numpy_parameters, x64):
-    for ensemble in ("concat", "sum"):
+    for ensemble in ("concat", "sum", "weighted"):
         layer = build(EnsembleLayer(modules=(module,), ensemble=ensemble), randomised)
         alone = np.asarray(layer.interactions[0](jnp.asarray(X)))
+        if ensemble == "weighted":
+            alone = alone * numpy_parameters(layer)["alpha"][0]
         np.testing.assert_allclose(call(layer), norm(numpy_parameters(layer)["norm"], alone + X), rtol=1e-11)
 
 
@@ -256,7 +258,7 @@ def test_a_module_of_ones_own_stands_in_a_layer_and_returns_what_it_says(schema,
         (lambda: EnsembleLayer(modules=(CROSS,), ensemble="mean"), "ensemble must be one of"),
         (lambda: EnsembleLayer(modules=(CROSS,), normalization="batch"), "normalization must be one of"),
         (lambda: DhenConfig(layers=()), "at least one EnsembleLayer"),
-        (lambda: dataclasses.replace(SMALL, repeats=0), "repeats must be at least 1; got 0"),
+        (lambda: dataclasses.replace(SMALL, repeats=0), "repeats must be a whole number of at least 1; got 0"),
     ],
 )
 def test_what_cannot_be_built_is_refused(make, message):

@@ -208,17 +208,17 @@ def test_activations_and_dropout_are_looked_at_before_anything_is_built(name):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: interactions.LinearCompression(outputs=0), "LinearCompression: outputs must be at least 1; got 0"),
+        (lambda: interactions.LinearCompression(outputs=0), "LinearCompression: outputs must be .* at least 1; got 0"),
         (lambda: interactions.FactorizationMachine(outputs=1, kind="full"), "kind must be one of"),
-        (lambda: interactions.FactorizationMachine(outputs=1, rank=0), "rank must be at least 1; got 0"),
-        (lambda: interactions.DotProduct(outputs=1, mixed=1), "mixed must be at least 2; got 1"),
+        (lambda: interactions.FactorizationMachine(outputs=1, rank=0), "rank must be .* at least 1; got 0"),
+        (lambda: interactions.DotProduct(outputs=1, mixed=1), "mixed must be .* at least 2; got 1"),
         (
             lambda: interactions.DotProduct(outputs=1).build(LayerInputs(n=1, d=D), rngs=nnx.Rngs(0), dtypes=F64),
             "DotProduct: .* needs two vectors or dense features; got 1 and no dense ones. Give the layer",
         ),
-        (lambda: interactions.FeatureCross(outputs=1, rank=0), "rank must be at least 1; got 0"),
-        (lambda: interactions.MlpExperts(outputs=1, experts=0), "experts must be at least 1; got 0"),
-        (lambda: interactions.SelfAttention(outputs=1, hidden=0), "SelfAttention: hidden must be at least 1; got 0"),
+        (lambda: interactions.FeatureCross(outputs=1, rank=0), "rank must be .* at least 1; got 0"),
+        (lambda: interactions.MlpExperts(outputs=1, experts=0), "experts must be .* at least 1; got 0"),
+        (lambda: interactions.SelfAttention(outputs=1, hidden=0), "SelfAttention: hidden must be .* at least 1; got 0"),
         (lambda: interactions.DotProduct(outputs=1, hidden=(0,)), "DotProduct: hidden must be at least 1; got 0"),
         (lambda: interactions.MlpExperts(outputs=1, hidden=(8, -1)), "MlpExperts: hidden must be at least 1; got -1"),
         (
@@ -239,7 +239,7 @@ def test_activations_and_dropout_are_looked_at_before_anything_is_built(name):
             lambda: interactions.Convolution(outputs=1, kernel=4),
             "Convolution: kernel must be odd.*; got 4. Take 3 or 5",
         ),
-        (lambda: interactions.Convolution(outputs=1, kernel=-1), "Convolution: kernel must be at least 1; got -1"),
+        (lambda: interactions.Convolution(outputs=1, kernel=-1), "Convolution: kernel must be .* at least 1; got -1"),
         (lambda: interactions.Convolution(outputs=1, activation="x"), "Convolution: activation must be one of relu, "),
     ],
 )

@@ -157,7 +157,7 @@ def test_gradients_are_those_of_finite_differences(name, schema, examples, rando
 
 @pytest.mark.default_cases("DlrmConfig", "DcnV2Config")
 @pytest.mark.parametrize("base", [DLRM, DCN, WUKONG, DHEN], ids=lambda base: type(base).__name__)
-def test_towers_without_modules_are_the_flat_model_to_the_bit_however_features_are_dealt(
+def test_towers_without_modules_are_the_flat_model_to_the_bit_however_features_are_divided(
     base, schema, examples, randomised
 ):
     flat = built(base, schema, randomised, nn.FLOAT32)
@@ -392,7 +392,7 @@ def test_modules_that_do_not_fit_are_refused():
         TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=3), LinearCompression(outputs=1)))
     with pytest.raises(UserError, match=r"of one width; got DlrmTower 4, DlrmTower 8\."):
         TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=4), DlrmTower(dim=8)))
-    with pytest.raises(ValueError, match=r"DlrmTower: each \+ mixed must be at least 1; got 0"):
+    with pytest.raises(ValueError, match=r"DlrmTower: each \+ mixed must be a whole number of at least 1; got 0"):
         DlrmTower(dim=3, each=0)
     alone = Partition(towers=(tuple("ab"),))
     schema = Schema(categorical=tuple(Categorical(name=name, rows=4) for name in "ab"))

@@ -437,7 +437,7 @@ def test_names_a_feature_that_the_data_lacks(schema):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 0}, "rank must be at least 1; got 0"),
+        ({"rank": 0}, "rank must be a whole number of at least 1; got 0"),
         ({"fm": "cubic"}, "fm must be one of lowrank, plain, attentive; got 'cubic'"),
         ({"important": (Important(feature="a"), Important(feature="a"))}, "a appear twice"),
     ],

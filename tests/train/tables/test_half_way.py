@@ -75,6 +75,8 @@ BASES = {
 STRATEGIES = {
     "implicit": Fsdp(sharding="NO_SHARD"),
     "implicit FULL_SHARD": Fsdp(replicate_below=0),
+    "implicit SHARD_GRAD_OP": Fsdp(sharding="SHARD_GRAD_OP", replicate_below=0),
+    "implicit HYBRID_SHARD": Fsdp(sharding="HYBRID_SHARD", replicate_below=0),
     "explicit": Fsdp(sharding="NO_SHARD", form="explicit"),
     "explicit FULL_SHARD": Fsdp(form="explicit", replicate_below=0),
     "explicit HYBRID_SHARD": Fsdp(sharding="HYBRID_SHARD", form="explicit", replicate_below=0),
