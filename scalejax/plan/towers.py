@@ -44,7 +44,7 @@ Assign = Callable[[np.ndarray], np.ndarray]
 
 _STARTS = {"count": 32, "cost": 8}
 _PLANES, _STEPS, _RATE = 16, 600, 0.03
-_LOOSENED = 1.05  # a bound of costs as tight as can be took a minute and more for 40 features and 8 towers
+_LOOSENED = 1.05  # with a bound as tight as can be 40 features in 8 towers were not solved in half a minute
 _SOLVER = {"mip_rel_gap": 5e-3, "node_limit": 100}
 
 

@@ -118,7 +118,10 @@ def alternate(
     if experiment.phases:
         raise UserError(f"alternate: the experiment has {len(experiment.phases)} phases of its own. Leave them out.")
     if len(schedule) < 2:
-        raise UserError(f"alternate: a schedule has two or more (steps, share) of phases; got {len(schedule)}.")
+        raise UserError(
+            f"alternate: a schedule has two or more pairs (steps, share of the units); got {len(schedule)}. Write one "
+            "such as ((64, 1.0), (160, 0.5), (96, 1.0))."
+        )
     if schedule[0][1] != 1 or schedule[-1][1] != 1:
         shares = ", ".join(f"{share:g}" for _, share in schedule)
         which = "first" if schedule[0][1] != 1 else "last"

@@ -200,9 +200,9 @@ def _changed(experiment: Experiment, phase: Phase, first: Experiment) -> Experim
 
 def _replaced(value: Any, path: list[str], new: object, where: str) -> Any:
     name, *rest = path
+    own = _field(value, name, where)
     if rest:
-        new = _replaced(_field(value, name, where), rest, new, where)
-    _field(value, name, where)
+        new = _replaced(own, rest, new, where)
     try:
         return dataclasses.replace(value, **{name: new})
     except ValueError as error:
