@@ -444,7 +444,8 @@ def test_parameters_are_matched_with_those_of_a_model():
         "the model has not, e, f, g and 1 more; of other shapes: a is [2, 0] there and [9] in the model, b is [2, 1] "
         "there and [9] in the model, c is [2, 2] there and [9] in the model and 1 more. Give a run of the same model, "
         "or the model of that run (see experiment.json in its folder); or a surgery that makes the one of the other, "
-        "as surgery.experts.Upcycle does of another number of experts."
+        "as surgery.units.ResizeUnits does of other hidden widths and surgery.experts.Upcycle of another number of "
+        "experts."
     )
     with pytest.raises(UserError, match=r"model: it lacks i\. Give"):
         matched(model, same | {"i": jax.ShapeDtypeStruct((), np.float32)}, "init")
