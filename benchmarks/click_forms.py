@@ -116,7 +116,22 @@ PAIRS = {
     **{f"linear + {name}": stacks("linear", name) for name in SINGLES if name != "linear"},
     "self-attention + convolution": stacks("self-attention", "convolution"),
 }
-DEPTHS = {f"cross + FM, {n} layers": stacks("cross", "FM", repeats=n) for n in (1, 4, 8)}
+
+
+def deep(*modules: str, repeats: int) -> tuple[Any, ...]:
+    """The two shapes of a deep form of DHEN: 8 vectors of 4 a feature, or 4 of 8 with the LayerNorm of the paper.
+
+    Without a norm four layers diverged at every rate of the trials.
+    """
+    plain, normalized = stacks(*modules, repeats=repeats)
+    layers = tuple(dataclasses.replace(layer, normalization="layer") for layer in normalized.layers)
+    return plain, dataclasses.replace(normalized, layers=layers)
+
+
+DEPTHS = {
+    "cross + FM, 1 layers": stacks("cross", "FM", repeats=1),
+    **{f"cross + FM, {n} layers": deep("cross", "FM", repeats=n) for n in (4, 8)},
+}
 EXPERTS = {name: stacks(name) for name in ("4 experts", "8 experts")}
 TOWERS: dict[str, Partition] = {
     name: Partition(towers=tuple(map(tuple, towers)))
