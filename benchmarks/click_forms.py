@@ -129,7 +129,7 @@ def deep(*modules: str, repeats: int) -> tuple[Any, ...]:
 
 
 DEPTHS = {
-    "cross + FM, 1 layers": stacks("cross", "FM", repeats=1),
+    "cross + FM, 1 layer": stacks("cross", "FM", repeats=1),
     **{f"cross + FM, {n} layers": deep("cross", "FM", repeats=n) for n in (4, 8)},
 }
 EXPERTS = {name: stacks(name) for name in ("4 experts", "8 experts")}
