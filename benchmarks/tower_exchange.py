@@ -53,7 +53,7 @@ PAGE = """\
 A host is a process of two devices in a network namespace; `tc tbf` limits what each sends and receives. A step is a
 lookup and an update: ids, vectors and gradients cross once. c = 1 gave the bits of the flat one, every c > 1 those of
 the same map after a flat lookup. Times are medians over turns, of the slowest host. Formula: bytes between hosts and
-within them over the rates of plain all_to_alls of as many bytes as the vectors of c = 1. With its work: the step
+within them over the rates of plain all_to_alls of as many bytes as the vectors of c = 1. Formula with work: the step
 without limits, and the bytes between hosts at the difference of what a byte takes.
 """
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from scalejax.data.click_logs.criteo_terabyte import CriteoTerabyteData as CriteoTerabyteData
     from scalejax.data.click_logs.flights import ByDate as ByDate
     from scalejax.data.click_logs.flights import FlightsData as FlightsData
+    from scalejax.data.click_logs.flights import LaterDays as LaterDays
     from scalejax.data.click_logs.movielens import MovielensData as MovielensData
     from scalejax.data.examples.batch import ClickBatch as ClickBatch
     from scalejax.data.examples.coding import Counted as Counted
@@ -68,6 +69,7 @@ _HOMES = {
     "ClickBatch": "examples.batch",
     "BatchedDataSet": "examples.dataset",
     "ByDate": "click_logs.flights",
+    "LaterDays": "click_logs.flights",
     "ByPosition": "splits",
     "ByTime": "splits",
     "ByteTokenizer": "text.tokenizer",

@@ -80,7 +80,7 @@ def convolve(x: jax.Array, filters: jax.Array, stride: int = 1) -> jax.Array:
         16 to 16 channels, [128, 32, 32]            two at a time    12.3 to 8.8, and so the gradient of x
         3 to 16 channels, [128, 32, 32]             four at a time   8.8 to 3.5 (1 to 16, two at a time: 5.3 to 0.8)
         gradient of x, stride 2, 16 to 32 channels  parity by parity 12.0 to 7.5
-        rows of 16 numbers or fewer                 row by row       35 to 1.7, both gradients 82 to 6.1
+        rows of x of 16 numbers, y of 16 channels   row by row       35 to 1.7, both gradients 82 to 6.1
                                                                      ([1024, 136, 4, 1] to 4)
         pictures smaller than the filters           tap by tap       536 to 4.2 ([32, 2, 2, 512], 3 x 3)
 
@@ -129,7 +129,7 @@ def _convolve(x: jax.Array, filters: jax.Array, stride: int) -> jax.Array:
     def on_cpu(x: jax.Array, filters: jax.Array) -> jax.Array:
         if filters.shape[0] == 1:
             seen = x[:, ::stride, ::stride]
-            return (seen.reshape(-1, seen.shape[-1]) @ filters[0, 0]).reshape(*seen.shape[:-1], -1)
+            return (seen.reshape(-1, seen.shape[-1]) @ filters[0, 0]).reshape(*seen.shape[:-1], filters.shape[3])
         together = _neighbours(x, filters, stride)
         return _several(x, filters, together) if together > 1 else _plain(x, filters, stride)
 
@@ -194,14 +194,14 @@ def _taps(x: jax.Array, filters: jax.Array, stride: int) -> jax.Array:
                 gaps.append((there[0], places - 1 - there[-1]))
         if len(met) == 2:
             seen = x[:, met[0], met[1]]
-            y = (seen.reshape(-1, seen.shape[-1]) @ filters[i, j]).reshape(*seen.shape[:-1], -1)
+            y = (seen.reshape(-1, seen.shape[-1]) @ filters[i, j]).reshape(*seen.shape[:-1], filters.shape[3])
             total += jnp.pad(y, ((0, 0), *gaps, (0, 0)))
     return total
 
 
 def _narrow(x: jax.Array, filters: jax.Array, stride: int) -> bool:
-    """Whether a row of x has so few numbers that its products with zeros cost less than a convolution."""
-    return filters.shape[0] > 1 and stride == 1 and math.prod(x.shape[2:]) <= 16
+    """Whether a row of x has so few numbers, and y so few channels, that products with zeros cost less."""
+    return filters.shape[0] > 1 and stride == 1 and math.prod(x.shape[2:]) <= 16 and filters.shape[3] <= 16
 
 
 def _rows(x: jax.Array, filters: jax.Array) -> jax.Array:
@@ -213,9 +213,9 @@ def _rows(x: jax.Array, filters: jax.Array) -> jax.Array:
     met = ((tap >= 0) & (tap < kernel))[..., None, None]
     bands = jnp.where(met, filters[:, np.clip(tap, 0, kernel - 1)], 0)  # k x y in out
     bands = bands.transpose(0, 1, 3, 2, 4).reshape(kernel * width * inputs, width * outputs)
-    padded = jnp.pad(x.reshape(batch, height, -1), ((0, 0), (around, around), (0, 0)))
+    padded = jnp.pad(x.reshape(batch, height, width * inputs), ((0, 0), (around, around), (0, 0)))
     seen = jnp.concatenate([padded[:, i : i + height] for i in range(kernel)], axis=-1)
-    y = seen.reshape(batch * height, -1) @ bands
+    y = seen.reshape(batch * height, kernel * width * inputs) @ bands
     return y.reshape(batch, height, width, outputs)
 
 

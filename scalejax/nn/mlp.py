@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalejax.errors import UserError, check_at_least, check_one_of, check_several
+from scalejax.errors import UserError, check_one_of, check_several, check_whole
 from scalejax.nn.dropout import dropout
 from scalejax.nn.linear import Linear
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
@@ -42,7 +42,7 @@ def check_mlp(name: str, *, activation: str = "relu", dropout: float = 0.0, **wi
     for field, sizes in widths.items():
         check_several(f"{name}: {field}", sizes, "256")
         for size in sizes:
-            check_at_least(f"{name}: {field}", size, 1)
+            check_whole(f"{name}: {field}", size, 1)
     check_one_of(f"{name}: activation", activation, get_args(Activation))
     if not 0.0 <= dropout < 1.0:
         raise UserError(f"{name}: dropout must lie in [0, 1); got {dropout}.")

@@ -27,7 +27,7 @@ import optax
 from scipy import optimize, sparse
 
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.errors import UserError, check_one_of, check_whole
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.planner import evaluation
 from scalejax.parallel.planner.statistics import Zipf
@@ -71,11 +71,11 @@ class Partitioner:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least("--towers", self.towers, 1)
+        check_whole("--towers", self.towers, 1)
         check_one_of("--distance", self.distance, get_args(Distance))
         check_one_of("--balance", self.balance, get_args(Balance))
         if not 1 <= self.ratio < float("inf"):
-            raise UserError(f"--ratio must be at least 1 and finite; got {self.ratio}. 1 is as even as can be.")
+            raise UserError(f"--ratio must be at least 1 and finite; got {self.ratio}. 1 is the most even.")
 
     def partition(self, names: Sequence[str], interactions: np.ndarray, costs: Sequence[float]) -> "FoundTowers":
         """Puts features into towers.
@@ -326,8 +326,8 @@ def _by_cost(costs: np.ndarray, towers: int, ratio: float) -> Assign:
     of the most costly first.
     """
     busy, greedy = np.zeros(towers), np.zeros(len(costs), int)
-    for point in np.argsort(-costs, kind="stable"):
-        greedy[point] = busy.argmin()
+    for number, point in enumerate(np.argsort(-costs, kind="stable")):
+        greedy[point] = number if number < towers else busy.argmin()  # no tower stays empty, of costs of 0 neither
         busy[greedy[point]] += costs[point]
     most = max(_LOOSENED * busy.max(), ratio * costs.mean() * len(costs) / towers) * (1 + 1e-9)
     one_each = sparse.kron(sparse.eye(len(costs)), np.ones((1, towers)))

@@ -117,11 +117,13 @@ def alternate(
     """
     if experiment.phases:
         raise UserError(f"alternate: the experiment has {len(experiment.phases)} phases of its own. Leave them out.")
+    pairs = "pairs (steps, share of the units). Write one such as ((64, 1.0), (160, 0.5), (96, 1.0))."
     if len(schedule) < 2:
-        raise UserError(
-            f"alternate: a schedule has two or more pairs (steps, share of the units); got {len(schedule)}. Write one "
-            "such as ((64, 1.0), (160, 0.5), (96, 1.0))."
-        )
+        raise UserError(f"alternate: the schedule has {len(schedule)} entries, and must have two or more {pairs}")
+    for number, pair in enumerate(schedule):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], float | int)):
+            raise UserError(f"alternate: the schedule's entry {number} is {pair!r}, and all must be {pairs}")
+        check_whole(f"alternate: steps of phase {number}", pair[0], 1)
     if schedule[0][1] != 1 or schedule[-1][1] != 1:
         shares = ", ".join(f"{share:g}" for _, share in schedule)
         which = "first" if schedule[0][1] != 1 else "last"
@@ -129,23 +131,20 @@ def alternate(
             "alternate: a schedule begins and ends with the whole model, a share of 1, so that what goes on to learn "
             f"from new data has all of its units; got the shares {shares}. Add a {which} phase with the share 1."
         )
-    for number, (steps, _) in enumerate(schedule):
-        check_whole(f"alternate: steps of phase {number}", steps, 1)
     surgery = ResizeUnits(growth=growth, score=score)
-    phases, current = [], experiment.model
+    phases = []
     for number, (steps, share) in enumerate(schedule[1:], 1):
-        change = HiddenShare(share=share, multiple=multiple)
-        model = change.derived(experiment.model)
-        same, shrinks = model == current, share < schedule[number - 1][1]
+        change, before = HiddenShare(share=share, multiple=multiple), schedule[number - 1][1]
+        change.derived(experiment.model)  # refuses widths that cannot be cut
+        # Whether widths change is seen by the share: those of the model may be set later.
         phases.append(
             Phase(
-                name=f"{number}-{'same' if same else 'cut' if shrinks else 'grow'}",
+                name=f"{number}-{'same' if share == before else 'cut' if share < before else 'grow'}",
                 steps=steps,
                 changes={"model": change},
-                surgery=None if same else surgery,
+                surgery=None if share == before else surgery,
             )
         )
-        current = model
     optimizer = _counting_each(experiment.optimizer)
     return dataclasses.replace(experiment, steps=schedule[0][0], optimizer=optimizer, phases=tuple(phases))
 

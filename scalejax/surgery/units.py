@@ -188,6 +188,8 @@ def _mean_squares(
 class ResizeUnits:
     """The trained model with hidden layers as wide as those of the model to be. A `train.experiment.StatefulSurgery`.
 
+    Where all widths stay, as where a multiple rounds them up to what they are, the model is as it was.
+
     Attributes:
       growth: What a layer that grows gets: new units, or those that phases before have cut.
       score: By which a layer that shrinks keeps units. "taylor" reads the second moments of Adam or AdamW.
@@ -209,7 +211,7 @@ class ResizeUnits:
         """See `train.experiment.Surgery`.
 
         Raises:
-          UserError: the models differ in other things than widths of hidden layers, or in nothing.
+          UserError: the models differ in other things than widths of hidden layers.
         """
         there, new = ({_PARAMS + path: x for path, x in own.params.items()} for own in (trained, fresh))
         for name, average in trained.averages.items():  # of new units they begin with what parameters do
@@ -260,11 +262,6 @@ class ResizeUnits:
                 raise UserError(
                     f"surgery.units: {name} is {wanted} in the model to be and {was} in the one before, {why}"
                 )
-        if before == now:
-            raise UserError(
-                "surgery.units: the model to be is as wide as the one before in all of its "
-                f"{len(now)} hidden layers. Change a width of the model in this phase, or leave the surgery out."
-            )
         squares = _second_moments(history[-1])
         layers = hidden_layers(_params(history[-1]))
         missing = [layer.name for layer in layers if not squares.keys() >= {layer.kernel, layer.bias, layer.out}]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from scalejax import optim
-from scalejax.errors import UserError, check_at_least, check_one_of
+from scalejax.errors import UserError, check_at_least, check_one_of, check_whole
 from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel import xla_flags
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
@@ -322,7 +322,8 @@ class Phase:
     Attributes:
       name: Of letters, digits, - and _, unlike those of the other phases.
       steps: How many.
-      changes: Path of a field of the experiment -> its value from here on, in later phases too, or a `DerivedValue`.
+      changes: Path of a field of the experiment -> its value from here on, in later phases too; or a `DerivedValue`,
+        which begins with the run's value, whatever phases between have changed of it.
       surgery: What makes the model of this phase of that of the phase before; None = it is the same.
     """
 
@@ -334,7 +335,7 @@ class Phase:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.name):
             raise UserError(f"Phase: name must be of letters, digits, - and _; got {self.name!r}.")
-        check_at_least(f"Phase {self.name!r}: steps", self.steps, 1)
+        check_whole(f"Phase {self.name!r}: steps", self.steps, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -193,8 +193,13 @@ def _changed(experiment: Experiment, phase: Phase, first: Experiment) -> Experim
                 f"any of {', '.join(_FIXED)}."
             )
         where = f"phases: {phase.name!r} changes {path}"
-        new = value.derived(_get(first, path, where)) if isinstance(value, DerivedValue) else value
-        experiment = _replaced(experiment, path.split("."), new, where)
+        if isinstance(value, DerivedValue):
+            of = _get(first, path, where)
+            try:
+                value = value.derived(of)
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from error
+        experiment = _replaced(experiment, path.split("."), value, where)
     return experiment
 
 

@@ -10,6 +10,7 @@ from scalejax import optim
 from scalejax.configs import overrides
 from scalejax.configs.recsys import _flights, dlrm
 from scalejax.data import FlightsData
+from scalejax.errors import UserError
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.surgery.alternation import alternate
 from scalejax.surgery.units import ResizeUnits
@@ -59,6 +60,19 @@ def test_what_is_set_of_the_data_and_the_optimizer_holds_day_by_day() -> None:
     last = phases.resolved(overrides.apply(recurring(), sets))[-1].experiment
     assert (last.data.seed, last.data.threads, last.optimizer.weight_decay) == (7, 3, 0.02)
     assert last.data.order == "time"
+
+
+def test_other_days_offline_bin_numbers_of_the_days_after_them_too() -> None:
+    sets = ["data.split.train=2013-01-01,2013-05-31", "data.split.test=2013-12-10,2013-12-20"]
+    *offline, last = phases.resolved(overrides.apply(recurring(), sets))
+    split = last.experiment.data.split
+    assert split.numbers == offline[0].experiment.data.split.train == ("2013-01-01", "2013-05-31")
+    assert split.test == ("2013-12-10", "2013-12-20")
+    assert split.train == ("2013-07-01", "2013-10-31")
+    named = overrides.apply(recurring(), [*sets, "data.split.numbers=2013-01-01,2013-03-31"])
+    assert phases.resolved(named)[-1].experiment.data.split.numbers == ("2013-01-01", "2013-03-31")
+    with pytest.raises(UserError, match=r"'recurring' changes data\.split: LaterDays: data\.split must be by dates"):
+        phases.resolved(overrides.apply(recurring(), ["data.split=time"]))
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ FORMS = {
     "by parity": (3, 2, 4, 9, 6),
     "stride 2, odd": (3, 2, 4, 9, 7),
     "filters of 5": (5, 1, 4, 4, 6),
+    "many channels of a narrow picture": (3, 1, 1, 17, 6),
     "tap by tap": (3, 1, 4, 5, 2),
     "tap by tap, stride 2": (3, 2, 4, 5, 4),
     "tap by tap, one column": (5, 2, 4, 5, 1),
@@ -95,6 +96,17 @@ def test_forms_for_a_cpu_are_xla_s_convolution_with_its_gradients(name, x64):
     found, wanted = (results(of, x, filters, g) for of in (convolution.convolve, convolution._plain))
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_batch_may_be_empty(name):
+    kernel, stride, inputs, outputs, side = FORMS[name]
+    x, filters = jnp.zeros((0, side, side, inputs)), jnp.ones((kernel, kernel, inputs, outputs))
+    y, pull = jax.vjp(lambda x, f: convolution.convolve(x, f, stride), x, filters)
+    dx, dfilters = pull(y)
+    assert y.shape == (0, -(-side // stride), -(-side // stride), outputs)
+    assert dx.shape == x.shape
+    assert not np.any(dfilters)
 
 
 def test_what_is_multiplied_besides_on_a_cpu_is_no_work():

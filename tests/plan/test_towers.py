@@ -181,7 +181,7 @@ def test_a_feature_costs_the_bytes_of_its_rows_and_of_its_vector():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"towers": 0}, r"--towers must be at least 1; got 0"),
+        ({"towers": 0}, r"--towers must be a whole number of at least 1; got 0"),
         ({"towers": 19}, r"--towers 19: the run has 18 features with tables, .* Take at most 18 towers"),
         ({"distance": "near"}, r"--distance must be one of coherent, diverse; got 'near'"),
         ({"balance": "rows"}, r"--balance must be one of count, cost; got 'rows'"),

@@ -26,7 +26,7 @@ from scalejax.surgery.units import ResizeUnits
 from scalejax.train import loop, phases
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
-from scalejax.train.experiment import Checkpoints, Phase
+from scalejax.train.experiment import Checkpoints
 from scalejax.train.reports import summary as summaries
 from scalejax.train.run_folder import read_lines
 from scalejax.train.runs.run import Run
@@ -40,8 +40,8 @@ def rows(tmp_path_factory):
     return small_run.write(tmp_path_factory.mktemp("rows") / "rows.parquet")
 
 
-def alternating(rows, growth="zero", schedule=SCHEDULE, score="norm", **changes):
-    base = small_run.experiment(
+def whole_model(rows):
+    return small_run.experiment(
         rows,
         model=MODEL,
         optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=1e-2, warmup=0.2)),
@@ -51,7 +51,10 @@ def alternating(rows, growth="zero", schedule=SCHEDULE, score="norm", **changes)
         checkpoints=Checkpoints(every=2, keep_last=2, keep_best=0),
         averages=(optim.Average(name="ema", decay=0.9),),
     )
-    return alternate(changed(base, **changes), schedule, growth=growth, score=score)
+
+
+def alternating(rows, growth="zero", schedule=SCHEDULE, score="norm", **changes):
+    return alternate(changed(whole_model(rows), **changes), schedule, growth=growth, score=score)
 
 
 def by_path(optimizer):
@@ -322,6 +325,21 @@ def test_what_is_set_of_the_model_holds_in_all_phases(rows):
     assert phases.resolved(experiment)[0].schedule != phases.resolved(alternating(rows))[0].schedule
 
 
+@pytest.mark.parametrize(
+    ("widths", "wanted"), [("64,32", [64, 64, 64]), ("128,32", [128, 120, 128]), ("8,8", [8, 8, 8])]
+)
+def test_widths_that_are_set_may_change_in_other_phases_than_those_of_the_recipe(widths, wanted, rows, tmp_path):
+    # Of 16 units a share of .9 in multiples of 8 is all of them, of 128 it is 120.
+    schedule = ((2, 1.0), (2, 0.9), (2, 1.0))
+    experiment = alternate(whole_model(rows), schedule, multiple=8)
+    experiment = overrides.apply(experiment, [f"model.top_hidden={widths}"])
+    assert [phase.experiment.model.top_hidden[0] for phase in phases.resolved(experiment)] == wanted
+    assert [phase.name for phase in experiment.phases] == ["1-cut", "2-grow"]
+    loop.train(experiment, workdir=tmp_path / "run")
+    found = [dense(tmp_path / "run", step)["params.top/layers/0/kernel"].shape[1] for step in (4, 6)]
+    assert found == wanted[1:]
+
+
 @pytest.mark.slow
 def test_sharded_parameters_shrink_and_grow_as_whole_ones_do(rows, tmp_path):
     schedule = ((3, 1.0), (2, 0.5), (2, 1.0), (2, 0.5), (2, 1.0))
@@ -337,7 +355,9 @@ def test_mistakes_are_named(rows, tmp_path):
     for schedule, message in (
         (((4, 1.0), (3, 0.5)), r"begins and ends with the whole model.* got the shares 1, 0\.5\. Add a last phase"),
         (((4, 0.5), (3, 1.0)), r"got the shares 0\.5, 1\. Add a first phase"),
-        (((4, 1.0),), r"has two or more .* got 1"),
+        (((4, 1.0),), r"the schedule has 1 entries, and must have two or more pairs"),
+        (((4, 1.0), 3, (2, 1.0)), r"the schedule's entry 1 is 3, and all must be pairs \(steps, share"),
+        (((4, 1.0), (3, "0.5"), (2, 1.0)), r"the schedule's entry 1 is \(3, '0\.5'\), and all must be pairs"),
         (((0, 1.0), (3, 0.5), (2, 1.0)), r"steps of phase 0 must be a whole number of at least 1; got 0"),
         (((4, 1.0), (2.5, 0.5), (2, 1.0)), r"steps of phase 1 must be a whole number of at least 1; got 2\.5"),
         (((4, 1.0), (3, 0.0), (2, 1.0)), r"share must be above 0 and at most 1"),
@@ -356,10 +376,9 @@ def test_mistakes_are_named(rows, tmp_path):
     experiment = alternating(rows)
     with pytest.raises(UserError, match=r"counts its steps once .* --set optimizer\.counts=each, .* ByPath"):
         loop.train(changed(experiment, optimizer__counts="one"), workdir=tmp_path / "one")
-    nothing = Phase(name="nothing", steps=1, surgery=ResizeUnits())
-    with pytest.raises(UserError, match=r"as wide as the one before"):
-        loop.train(dataclasses.replace(experiment, phases=(nothing,)), workdir=tmp_path / "nothing")
     assert not (tmp_path / "one").exists()
+    with pytest.raises(UserError, match=r"'1-cut' changes model: DlrmConfig\.top_hidden has a width of 4, below"):
+        phases.resolved(overrides.apply(alternate(whole_model(rows), SCHEDULE, multiple=8), ["model.top_hidden=4"]))
 
 
 @pytest.fixture(scope="module")

@@ -493,7 +493,7 @@ def test_an_experiment_with_phases_is_data(user):
         ({"changes": {"checkpoints": 3}}, "'more' changes checkpoints, which holds for the whole run"),
         ({"changes": {"gradients.clip": -1.0}}, "'more' changes gradients.clip: Gradients: clip must be above 0"),
         ({"changes": {"trainable": "nose/.*"}}, "trainable='nose/.*' names none"),
-        ({"steps": 0}, "Phase 'more': steps must be at least 1"),
+        ({"steps": 0}, "Phase 'more': steps must be a whole number of at least 1"),
         ({"name": "a b"}, "name must be of letters"),
         ({"changes": {"model.width": 16}}, "'more' has no surgery, and so it must have the model of the phase before"),
         ({"changes": {"model.width": 9}, "surgery": Doubled()}, "'more': .*does not fit the model: of other shapes"),

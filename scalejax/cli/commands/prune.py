@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -150,8 +151,8 @@ def _differences(there: object, here: object) -> list[str]:
 def _as_sets(widths: list[str] | None) -> list[str]:
     """`--widths` as overrides."""
     for text in widths or []:
-        if "=" not in text:
-            raise UserError(f"--widths {text}: must be FIELD=N,..., such as --widths top_hidden=256,128; got no '='.")
+        if not re.fullmatch("[^=]+=.+", text):
+            raise UserError(f"--widths must be FIELD=N,..., such as --widths top_hidden=256,128; got {text!r}.")
     return [f"model.{text}" for text in widths or []]
 
 

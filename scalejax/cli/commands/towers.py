@@ -31,7 +31,10 @@ def towers(
         typer.Option("--balance", metavar="WHAT", help="What is even over towers: count of features, or cost."),
     ] = "count",
     ratio: Annotated[
-        float, typer.Option("--ratio", metavar="R", help="Of the largest tower to the smallest; of costs, to the mean.")
+        float,
+        typer.Option(
+            "--ratio", metavar="R", help="Of the largest tower to the smallest; of costs, to the mean at least."
+        ),
     ] = 1.0,
     first: Annotated[
         list[str] | None,

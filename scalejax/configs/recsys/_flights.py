@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from scalejax import optim
 from scalejax.configs.recsys import _common
-from scalejax.data import ByDate, FlightsData
+from scalejax.data import ByDate, FlightsData, LaterDays
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.towers import Partition
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Phase, Tables
@@ -64,11 +64,7 @@ def by_time(model: ModelConfig, order: Literal["shuffled", "time"] = "shuffled",
 OFFLINE = ByDate()
 """January to June, scored on July."""
 OFFLINE_STEPS = 312
-_RECURRING = ByDate(
-    train=("2013-07-01", "2013-10-31"),
-    validation=("2013-11-01", "2013-11-30"),
-    numbers=OFFLINE.train,
-)
+_RECURRING = LaterDays(train=("2013-07-01", "2013-10-31"), validation=("2013-11-01", "2013-11-30"))
 _RECURRING_BATCH, _RECURRING_STEPS = 512, 220
 
 

@@ -81,6 +81,30 @@ class ByDate:
         return np.flatnonzero((day >= found.start) & (day < found.stop))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterDays:
+    """In a phase, the `ByDate` of the run with other days to train and to validate on; its test split stays.
+
+    Numbers stay as they were binned, too. A `train.experiment.DerivedValue`.
+
+    Attributes:
+      train, validation: See `ByDate`.
+    """
+
+    train: DateRange
+    validation: DateRange
+
+    def derived(self, first: object) -> ByDate:
+        """See `train.experiment.DerivedValue`."""
+        if not isinstance(first, ByDate):
+            raise UserError(
+                f"LaterDays: data.split must be by dates in the whole run; got {first!r}. Give days, such as "
+                "--set data.split.train=2013-01-01,2013-06-30."
+            )
+        numbers = first.numbers or first.train
+        return dataclasses.replace(first, train=self.train, validation=self.validation, numbers=numbers)
+
+
 def _days(name: str, dates: DateRange) -> range:
     """Days of the year of a range of dates, from 0 on."""
     given: tuple[str, ...] = (dates,) if isinstance(dates, str) else dates

@@ -448,12 +448,13 @@ class EncoderLayer(nnx.Module):
         n, b, d = x.shape
         flat = x.reshape(n * b, d)
         q, k, v = jnp.split(
-            (flat @ self.qkv[...].astype(flat.dtype)).reshape(n, b, self.heads, -1), 3, axis=-1
+            (flat @ self.qkv[...].astype(flat.dtype)).reshape(n, b, self.heads, 3 * d // self.heads), 3, axis=-1
         )  # n B h e
-        q, k, v = (part.transpose(1, 2, 0, 3) for part in (q * (d / self.heads) ** -0.5, k, v))  # B h n e
+        q, k, v = (part.transpose(1, 2, 0, 3) for part in (q, k, v))  # B h n e
         # The sum of the shares divides the values, not the shares: two passes less over n * n numbers an example.
         scores = jnp.einsum("bhne,bhme->bhnm", q, k, preferred_element_type=nn.wide(x.dtype))
-        shares = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+        most = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+        shares = jnp.exp((scores - most) * (d / self.heads) ** -0.5)
         seen = jnp.einsum("bhnm,bhme->bhne", shares.astype(x.dtype), v, preferred_element_type=nn.wide(x.dtype))
         seen = (seen / shares.sum(axis=-1, keepdims=True)).astype(x.dtype).transpose(2, 0, 1, 3)
         flat = self.norms[0](flat + self.out(seen.reshape(n * b, d)))

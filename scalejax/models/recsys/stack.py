@@ -17,7 +17,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import UserError, check_whole
+from scalejax.errors import UserError, check_several, check_whole
 from scalejax.models.recsys.task import CtrTask, check_features, pooled_table
 from scalejax.parallel.embedding.config import TableConfig
 
@@ -45,6 +45,7 @@ class NarrowGroup:
     def __post_init__(self) -> None:
         for name in ("dim", "vectors"):
             check_whole(f"NarrowGroup: {name}", getattr(self, name), 1)
+        check_several("NarrowGroup: features", self.features, '"site"')
         if not self.features:
             raise UserError("NarrowGroup: features must name at least one feature; got none. Leave the group out.")
         nn.check_mlp("NarrowGroup", hidden=self.hidden)

@@ -249,10 +249,17 @@ def test_a_model_over_towers_is_cut_over_them(runs, invoke, tmp_path):
         (("prune", "{run}", "{out}", "--share", "2"), "share must be above 0 and at most 1"),
         (("prune", "{run}", "{out}", "--share", "0.5", "--multiple", "9"), "below the multiple of 9"),
         (("prune", "{run}", "{out}", "--widths", "middle_hidden=[8]"), "no field"),
-        (("prune", "{run}", "{out}", "--widths", "foo"), "--widths foo: must be FIELD=N,..."),
+        (("prune", "{run}", "{out}", "--widths", "foo"), "top_hidden=256,128; got 'foo'."),
+        (("prune", "{run}", "{out}", "--widths", "=5"), "top_hidden=256,128; got '=5'."),
         (("prune", "{run}", "{out}", "--widths", "dim=8"), "is no matter of hidden units"),
-        (("prune", "{run}", "{out}", "--widths", "top_hidden=0"), "DlrmConfig: top_hidden must be at least 1; got 0"),
-        (("prune", "{run}", "{out}", "--widths", "top_hidden=[-4,3]"), "top_hidden must be at least 1; got -4"),
+        (
+            ("prune", "{run}", "{out}", "--widths", "top_hidden=0"),
+            "a whole number of at least 1; got 0",
+        ),
+        (
+            ("prune", "{run}", "{out}", "--widths", "top_hidden=[-4,3]"),
+            "a whole number of at least 1; got -4",
+        ),
         (
             ("prune", "{run}", "{out}", "--widths", "top_hidden=[12]", "--multiple", "8"),
             "--multiple 8 rounds the widths of --share, and --widths are taken as they are. Leave --multiple out",

@@ -219,15 +219,21 @@ def test_activations_and_dropout_are_looked_at_before_anything_is_built(name):
         (lambda: interactions.FeatureCross(outputs=1, rank=0), "rank must be .* at least 1; got 0"),
         (lambda: interactions.MlpExperts(outputs=1, experts=0), "experts must be .* at least 1; got 0"),
         (lambda: interactions.SelfAttention(outputs=1, hidden=0), "SelfAttention: hidden must be .* at least 1; got 0"),
-        (lambda: interactions.DotProduct(outputs=1, hidden=(0,)), "DotProduct: hidden must be at least 1; got 0"),
-        (lambda: interactions.MlpExperts(outputs=1, hidden=(8, -1)), "MlpExperts: hidden must be at least 1; got -1"),
+        (
+            lambda: interactions.DotProduct(outputs=1, hidden=(0,)),
+            "DotProduct: hidden must be a whole number of at least 1; got 0",
+        ),
+        (
+            lambda: interactions.MlpExperts(outputs=1, hidden=(8, -1)),
+            "MlpExperts: hidden must be a whole number of at least 1; got -1",
+        ),
         (
             lambda: interactions.FactorizationMachine(outputs=1, attention_hidden=(0,)),
-            "FactorizationMachine: attention_hidden must be at least 1; got 0",
+            "FactorizationMachine: attention_hidden must be a whole number of at least 1; got 0",
         ),
         (
             lambda: nn.Mlp((4, 0, 1), rngs=nnx.Rngs(0)),
-            "Mlp: sizes must be at least 1; got 0",
+            "Mlp: sizes must be a whole number of at least 1; got 0",
         ),
         (
             lambda: interactions.SelfAttention(outputs=1, heads=3).build(
