@@ -2,7 +2,7 @@
 
 python benchmarks/quality.py --runs FILE --predictions FOLDER                     # the random split of the flights
 python benchmarks/quality.py --runs FILE --predictions FOLDER --split time --forms DCNv2 "cross + FM"
-python benchmarks/quality.py --runs FILE --times                                  # ms a step, of a quiet machine
+python benchmarks/quality.py --runs FILE --times                                  # ms of a training step, on a quiet machine
 python benchmarks/quality.py --runs FILE --report --against "cross + FM" > table.md
 
 FILE holds the trials of `tune.py`, whose best setting of each form by validation is run here with seeds that the trials
@@ -14,18 +14,21 @@ metrics on 1,000 resamples go to `results/click_resamples`, and a report needs n
 """
 
 import argparse
+import functools
+import itertools
 import pathlib
+import statistics
 import sys
-import tempfile
 import zlib
 
 import numpy as np
 import tune
 from scipy import stats
 
-from scalejax.bench import machine
-from scalejax.configs import overrides
-from scalejax.train import loop
+from scalejax.bench import harness, machine, training_step
+from scalejax.data.examples.batch import ClickBatch
+from scalejax.data.examples.dedup import expand_batch
+from scalejax.data.examples.schema import Schema
 from scalejax.train.metrics import bootstrap
 
 SEEDS = (1, 2, 3, 4, 5)
@@ -97,14 +100,27 @@ def resampled(form: str, split: str) -> tuple[int, bootstrap.Resampled] | None:
 
 
 def time(runs: tune.Runs, form: str, split: str) -> None:
-    """The median step of 64 of the chosen setting, unless it is there or the form has no steps."""
+    """A step of the chosen setting as `scalejax bench` times it, unless it is there or the form has no steps."""
     setting = tune.chosen(runs, form, split)
     if setting is None or form == "gradient boosting" or runs.find(setting, split, SEEDS[0], "time"):
         return
-    experiment = overrides.apply(setting.experiment(split, SEEDS[0]), ("steps=64", "log_every=64"))
-    with tempfile.TemporaryDirectory() as run_folder:
-        closing = loop.train(experiment, workdir=pathlib.Path(run_folder) / "run", recipe="click form")
-    runs.add(setting, split, SEEDS[0], "time", {"step_ms": round(1e3 * closing["step_p50_s"], 1)})
+    schema, batches = _batches(split)
+    contest = training_step.contest(setting.experiment(split, SEEDS[0]).model, schema, batches, None)
+    seconds, _ = harness.measure(contest, harness.Effort(turns=9))
+    figures = {
+        "step_ms": round(1e3 * statistics.median(seconds), 1),
+        "spread": round(harness.relative_spread(seconds), 3),
+    }
+    runs.add(setting, split, SEEDS[0], "time", figures)
+    print(f"{form} {split}: {figures}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _batches(split: str) -> tuple[Schema, list[ClickBatch]]:
+    """The schema of a split and four of its batches."""
+    data = tune.Setting(form="DLRM", shape=0, sets=()).experiment(split, SEEDS[0]).data.build()
+    first = itertools.islice(data.train_batches(start_example=0), 4)
+    return data.schema, [expand_batch(batch) for batch in first]
 
 
 def report(runs: tune.Runs, forms: list[str], split: str, against: str) -> None:

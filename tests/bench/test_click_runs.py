@@ -107,6 +107,18 @@ def test_a_report_needs_no_predictions(scripts, made, tmp_path, monkeypatch, cap
     assert [call[2] for call in made if call[0] == "gradient boosting"] == [1]
 
 
+def test_a_step_is_timed_once_on_batches_of_the_form_s_own_data(scripts, tmp_path):
+    forms, tune, quality = scripts
+    runs = tried(tune, forms, tmp_path / "runs.jsonl", "logistic regression", [0.1, 0.2, 0.9, 0.4, 0.5, 0.4, 0.3, 0.2])
+    for _ in range(2):
+        quality.time(runs, "logistic regression", "random")
+    (timed,) = [run for run in runs.read() if run["scored"] == "time"]
+    assert timed["step_ms"] > 0
+    schema, batches = quality._batches("random")
+    assert [len(batch) for batch in batches] == [1024] * 4
+    assert schema == forms.data_of("random", number_bins=64).schema()
+
+
 def test_committed_runs_are_of_the_forms_as_they_are(scripts):
     forms, tune, quality = scripts
     lines = tune.Runs(RESULTS / "click_runs.jsonl").read()
