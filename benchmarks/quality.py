@@ -2,7 +2,7 @@
 
 python benchmarks/quality.py --runs FILE --predictions FOLDER                     # the random split of the flights
 python benchmarks/quality.py --runs FILE --predictions FOLDER --split time --forms DCNv2 "cross + FM"
-python benchmarks/quality.py --runs FILE --times                                  # ms of a training step, on a quiet machine
+python benchmarks/quality.py --runs FILE --times                                  # ms a step, on a quiet machine
 python benchmarks/quality.py --runs FILE --report --against "cross + FM" > table.md
 
 FILE holds the trials of `tune.py`, whose best setting of each form by validation is run here with seeds that the trials

@@ -10,6 +10,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="runs in a checkout")
 
+QUALITY = ["--runs", str(RESULTS / "click_runs.jsonl"), "--report"]
+
 
 def rows(printed: str) -> list[str]:
     """Of tables."""
@@ -22,6 +24,9 @@ def rows(printed: str) -> list[str]:
         ("dhen_plans", [], 7),
         ("tower_plans", [], 50),
         ("growth_pruning", ["--runs", str(RESULTS / "growth_pruning.jsonl"), "--report"], 2 * 10),
+        ("quality", [*QUALITY], 13),
+        ("quality", [*QUALITY, "--tables", "single", "pairs"], 19),
+        ("quality", [*QUALITY, "--tables", "depths", "sizes", "experts"], 10),
     ],
 )
 def test_a_page_has_every_row_that_its_command_prints(script, arguments, least, scripts, monkeypatch, capsys):
