@@ -16,6 +16,7 @@ from scalejax.configs import overrides
 from scalejax.configs.recsys import _flights, _movielens, dcnv2, dhen, dlrm, logistic, wukong
 from scalejax.data import FlightsData, MovielensData
 from scalejax.models.recsys.dcnv2 import DcnV2Config
+from scalejax.models.recsys.dhen import EnsembleLayer
 from scalejax.models.recsys.interactions import (
     Convolution,
     DotProduct,
@@ -176,6 +177,12 @@ _ML_FIRST: dict[str, tuple[Any, ...]] = {
     "DCNv2": (_ML_DCN, dataclasses.replace(_ML_DCN, deep_hidden=(256, 128))),
     "Wukong": (_ML_WUKONG, dataclasses.replace(_ML_WUKONG, layers=1)),
     "cross + FM": (_ML_DHEN, dataclasses.replace(_ML_DHEN, repeats=1)),
+    "cross, wider": tuple(
+        dataclasses.replace(
+            _ML_DHEN, layers=(EnsembleLayer(modules=(FeatureCross(outputs=n),), ensemble="sum"),), repeats=repeats
+        )
+        for n, repeats in ((12, 2), (19, 1))
+    ),
 }
 MOVIELENS = _ML_FIRST | {
     f"{base}, {towers} towers": over_towers(_ML_FIRST[base], f"movielens coherent {towers}", 8)
