@@ -122,7 +122,7 @@ PAIRS = {
 def deep(*modules: str, repeats: int) -> tuple[Any, ...]:
     """The two shapes of a deep form of DHEN: 8 vectors of 4 a feature, or 4 of 8 with the LayerNorm of the paper.
 
-    Without a norm four layers diverged at every rate of the trials.
+    Without a norm four layers have validation AUCs of .50 to .60 in the trials.
     """
     plain, normalized = stacks(*modules, repeats=repeats)
     layers = tuple(dataclasses.replace(layer, normalization="layer") for layer in normalized.layers)

@@ -3,7 +3,7 @@
 python benchmarks/growth_pruning.py --runs FILE                    # all runs of both forms
 python benchmarks/growth_pruning.py --runs FILE --forms flights    # of one
 python benchmarks/growth_pruning.py --runs FILE --report > table.md
-python benchmarks/growth_pruning.py --wall                         # seconds a step of each width
+python benchmarks/growth_pruning.py --wall                         # seconds of steps and ways, on a quiet machine
 
 A run has an offline stage and a recurring one: days in order, each of which is scored before it is trained, once. Eight
 ways through the offline stage: dense; alternate (whole, narrow, whole, ...); prune once, early; small; grow only; and
@@ -412,6 +412,33 @@ def _student(values: np.ndarray) -> Percent:
     return mean, mean - half, mean + half
 
 
+def wall_of_ways() -> None:
+    """Seconds of the offline stage of the flights with 2048-1024 hidden units, for each way once."""
+    form = FORMS["flights"]
+    whole: Any = form.offline()
+    whole = dataclasses.replace(
+        whole,
+        model=dataclasses.replace(whole.model, top_hidden=(2048, 1024)),
+        checkpoints=Checkpoints(every=0, every_seconds=0, keep_best=0),
+    )
+    print("\n| way | GFLOP | training s | compile s | from start to end s |\n|---|---|---|---|---|")
+    dense: tuple[float, ...] | None = None
+    for way in ("dense", "alternate", "prune once", "small", "grow only"):
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name) / "run"
+            closing = loop.train(in_phases(whole, form.schedules[way]), workdir=folder, recipe=way)
+            took = time.perf_counter() - begun
+            times = read_lines(folder / "timing.jsonl")
+        train, compiled = (sum(line.get(key) or 0.0 for line in times) for key in ("wall_s", "compile_s"))
+        in_one = closing["flops_per_example"] * closing["examples"]
+        flops = sum(part["flops"] for part in closing["phases"]) if "phases" in closing else in_one
+        own = flops / 1e9, train, compiled, took
+        dense = dense or own
+        cells = [f"{value:.1f} ({100 * value / before:.0f} %)" for value, before in zip(own, dense, strict=True)]
+        print(f"| {way} | {' | '.join(cells)} |", flush=True)
+
+
 def wall() -> None:
     """Seconds a step of each width, beside what the FLOPs promise."""
     print(
@@ -455,7 +482,8 @@ def main() -> None:
     parser.add_argument("--wall", action="store_true")
     options = parser.parse_args()
     if options.wall:
-        return wall()
+        wall()
+        return wall_of_ways()
     if options.runs is None:
         parser.error("give --runs FILE, or --wall")
     runs = KeptRuns(options.runs)

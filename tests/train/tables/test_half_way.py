@@ -60,6 +60,7 @@ MODULES = {
     "DCN": (DcnTower(dim=4, cross_layers=2),),
     "linear": (LinearCompression(outputs=2),),
     "FM": (FactorizationMachine(outputs=2, rank=2, hidden=(6,)),),
+    "FM and linear": (FactorizationMachine(outputs=2, rank=2, hidden=(6,)), LinearCompression(outputs=2)),
 }
 BASES = {
     "DLRM": DlrmConfig(dim=N, bottom_hidden=(6,), top_hidden=(7,)),
@@ -186,7 +187,7 @@ def compare(rows, mesh, count, modules, base, strategy, option):
 
 DEFAULT = [
     ((2, 4), "DLRM", "DLRM", "implicit", "parts"),
-    ((4, 4), "FM", "DCNv2", "explicit FULL_SHARD", "mean"),
+    ((4, 4), "FM and linear", "DCNv2", "explicit FULL_SHARD", "mean"),
 ]
 COVERING = covering(
     [
