@@ -413,7 +413,7 @@ def _student(values: np.ndarray) -> Percent:
 
 
 def wall_of_ways() -> None:
-    """Seconds of the offline stage of the flights with 2048-1024 hidden units, for each way once."""
+    """Seconds of the offline stage of the flights with 2048-1024 hidden units, medians of three turns of all ways."""
     form = FORMS["flights"]
     whole: Any = form.offline()
     whole = dataclasses.replace(
@@ -421,22 +421,25 @@ def wall_of_ways() -> None:
         model=dataclasses.replace(whole.model, top_hidden=(2048, 1024)),
         checkpoints=Checkpoints(every=0, every_seconds=0, keep_best=0),
     )
-    print("\n| way | GFLOP | training s | compile s | from start to end s |\n|---|---|---|---|---|")
-    dense: tuple[float, ...] | None = None
-    for way in ("dense", "alternate", "prune once", "small", "grow only"):
+    ways = ("dense", "alternate", "prune once", "small", "grow only")
+    found: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
+    for _, way in itertools.product(range(3), ways):
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory() as name:
             folder = pathlib.Path(name) / "run"
             closing = loop.train(in_phases(whole, form.schedules[way]), workdir=folder, recipe=way)
             took = time.perf_counter() - begun
             times = read_lines(folder / "timing.jsonl")
-        train, compiled = (sum(line.get(key) or 0.0 for line in times) for key in ("wall_s", "compile_s"))
         in_one = closing["flops_per_example"] * closing["examples"]
         flops = sum(part["flops"] for part in closing["phases"]) if "phases" in closing else in_one
-        own = flops / 1e9, train, compiled, took
-        dense = dense or own
-        cells = [f"{value:.1f} ({100 * value / before:.0f} %)" for value, before in zip(own, dense, strict=True)]
-        print(f"| {way} | {' | '.join(cells)} |", flush=True)
+        steps = sum(line["wall_s"] - line["checkpoint_s"] for line in times)
+        found[way].append((flops / 1e9, steps, sum(line["compile_s"] for line in times), took))
+        print(f"{way}: {found[way][-1]}", file=sys.stderr, flush=True)
+    print("\n| way | GFLOP | steps s | compile s | from start to end s |\n|---|---|---|---|---|")
+    medians = {way: [statistics.median(values) for values in zip(*own, strict=True)] for way, own in found.items()}
+    for way, own in medians.items():
+        cells = [f"{x:.1f} ({100 * x / dense:.0f} %)" for x, dense in zip(own, medians["dense"], strict=True)]
+        print(f"| {way} | {' | '.join(cells)} |")
 
 
 def wall() -> None:
