@@ -7,8 +7,8 @@ import itertools
 import os
 import pathlib
 import re
-import subprocess
 import sys
+import time
 import zlib
 
 _CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
@@ -25,9 +25,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 # the newer emitters of fusions it takes half; XLA's own passes, whose results tests read, stay as they are. With
 # XLA_FLAGS="" before the command tests compile as users do, as .ci/wheel.sh does where bits are compared.
 _FAST = "--xla_backend_optimization_level=0"
+_USERS = {"xla_backend_optimization_level": "3"}
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # newer ones have no choice of emitters
     _FAST += " --xla_cpu_use_fusion_emitters=false --xla_llvm_disable_expensive_passes=true"
     _FAST += " --xla_cpu_parallel_codegen_split_count=1"  # the other core has tests of its own
+    _USERS |= {"xla_cpu_use_fusion_emitters": "True", "xla_llvm_disable_expensive_passes": "False"}
+    _USERS |= {"xla_cpu_parallel_codegen_split_count": "32"}
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no stack of Python is written into any program
 os.environ.setdefault("XLA_FLAGS", _FAST)
 for _name, _value in {
@@ -45,8 +48,11 @@ import hypothesis
 import jax
 import pytest
 import tiers
+from jax._src import compiler
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Collection makes millions of objects that live on, and so do traces: walking them again and again takes half of its time.
+gc.disable()
 # How long an example takes says how busy the machine is: hypothesis fails those above 0.2 s.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
@@ -66,14 +72,15 @@ def pytest_addoption(parser):
     group = parser.getgroup("tiers of the tests")
     group.addoption("--part", action="append", default=[], metavar="FILE=I/N", help="of this file only a part")
     group.addoption("--store-durations", action="store_true", help="rewrite tests/durations.json")
+    group.addoption("--until", type=float, metavar="TIME", help="skip what has not begun by then; status 75")
 
 
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return
-    config.pluginmanager.register(_Budgets(config))
-    if config.getoption("--store-durations"):
-        config.pluginmanager.register(_Durations(_parts_of(config)))
+    config.pluginmanager.register(_Seconds(config))
+    if config.getoption("--until"):
+        config.pluginmanager.register(_CutOff())
 
 
 def _parts_of(config):
@@ -112,7 +119,7 @@ def pytest_pycollect_makeitem():
             raise pytest.Collector.CollectError(f"{cases[0].name}: default_cases is for tests with parameters")
         quick = {case.callspec.id: case.callspec.params for case in cases if not case.get_closest_marker("slow")}
         try:
-            kept = tiers.default_cases(quick, mark.args)
+            kept = tiers.default_cases(quick, mark.args, **mark.kwargs)
         except ValueError as error:
             raise pytest.Collector.CollectError(f"{cases[0].originalname}: {error}") from None
         for case in cases:
@@ -121,69 +128,123 @@ def pytest_pycollect_makeitem():
     return found
 
 
-class _Durations:
-    """Adds up the seconds of every test function, in the process that others report to."""
-
-    def __init__(self, parts_of):
-        self.shares = {file: len(parts) / max(count for _, count in parts) for file, parts in parts_of.items()}
-        self.seconds = collections.defaultdict(lambda: [0.0, 0.0])
-
-    def pytest_runtest_logreport(self, report):
-        file, _, test = report.nodeid.partition("::")
-        function = test.partition("[")[0].rpartition("::")[2]
-        marked = bool({"slow", "aot", "multiprocess"} & set(report.keywords))
-        self.seconds[file, function][marked] += report.duration / self.shares.get(file, 1)
-
-    def pytest_sessionfinish(self):
-        tiers.store_durations(self.seconds)
+_CPU = pytest.StashKey[float]()
+_TIME_IS_UP = "the time of this run is up"
 
 
-class _Budgets:
-    """Says which systems took more than tests/budgets.toml allows, in the process that others report to."""
+def _cpu_seconds():
+    """Of this process and of the processes that it has waited for: what others do on the machine is not in it."""
+    return sum(os.times()[:4])
 
-    def __init__(self, config):
-        self.full = "not slow" not in config.option.markexpr
-        self.parts_of = _parts_of(config)
-        self.seconds = collections.Counter()
 
-    def pytest_runtest_logreport(self, report):
-        file = report.nodeid.partition("::")[0]
-        if file not in self.parts_of:
-            self.seconds[file] += report.duration
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    item.stash[_CPU] = _cpu_seconds()
+    return (yield)
 
-    def pytest_terminal_summary(self, terminalreporter):
-        if not self.seconds or not tiers.DURATIONS.is_file():
-            return
-        known = {file: of for file, of in tiers.read_durations().items() if (tiers.ROOT / file).is_file()}
-        over = tiers.over_budget(self.seconds, self.full, known, tiers.read_budgets())
-        if over:
-            terminalreporter.section("over budget")
-            for line in over:
-                terminalreporter.line(line)
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item):
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu_s", _cpu_seconds() - item.stash[_CPU]))
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    until = item.config.getoption("--until")
+    if until and time.time() > until:
+        pytest.skip(_TIME_IS_UP)
+
+
+class _CutOff:
+    """Gives a run that passed as far as it came a status of its own."""
+
+    def __init__(self):
+        self.left = 0
+
+    def pytest_runtest_logreport(self, report):
+        self.left += report.skipped and _TIME_IS_UP in str(report.longrepr)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session, exitstatus):
+        if self.left and exitstatus == 0:
+            session.exitstatus = tiers.CUT
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.left:
+            terminalreporter.line(f"cut off by time: {self.left} tests did not run")
+
+
+class _Seconds:
+    """Core-seconds of every test function, in the process that others report to: what took more than it may."""
+
+    def __init__(self, config):
+        self.store = config.getoption("--store-durations")
+        self.full = "not slow" not in config.option.markexpr
+        self.shares = {file: len(of) / max(n for _, n in of) for file, of in _parts_of(config).items()}
+        self.seconds = collections.defaultdict(lambda: [0.0, 0.0])
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            file, _, test = report.nodeid.partition("::")
+            function = test.partition("[")[0].rpartition("::")[2]
+            marked = bool({"slow", "aot", "multiprocess"} & set(report.keywords))
+            cpu_s = dict(report.user_properties).get("cpu_s", 0.0)
+            self.seconds[file, function][marked] += cpu_s / self.shares.get(file, 1)
+
+    def pytest_sessionfinish(self):
+        if self.store:
+            tiers.store_durations(self.seconds)
+
+    def pytest_terminal_summary(self, terminalreporter):
+        lines = {"over a second": tiers.over_a_second(self.seconds)}
+        if self.seconds and not self.shares and tiers.DURATIONS.is_file():
+            by_file = collections.Counter()
+            for (file, _), seconds in self.seconds.items():
+                by_file[file] += sum(seconds)
+            known = {file: of for file, of in tiers.read_durations().items() if (tiers.ROOT / file).is_file()}
+            lines["over budget"] = tiers.over_budget(by_file, self.full, known, tiers.read_budgets())
+        for title, found in lines.items():
+            if found:
+                terminalreporter.section(title)
+                for line in found:
+                    terminalreporter.line(line)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """A test that is marked `compiled_as_users_do` runs in a process of its own, with XLA's own defaults."""
+    """What a test marked `compiled_as_users_do` compiles has XLA's own defaults in place of `_FAST`."""
     if pyfuncitem.get_closest_marker("compiled_as_users_do") is None or os.environ["XLA_FLAGS"] != _FAST:
-        return None
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", pyfuncitem.nodeid],
-        env={**environment, "XLA_FLAGS": ""},
-        cwd=pyfuncitem.config.rootpath,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        pytest.fail(done.stdout[-8000:] + done.stderr[-2000:], pytrace=False)
-    return True
+        return (yield)
+    get_compile_options = compiler.get_compile_options
+
+    def as_users_do(*arguments, **options):
+        options["env_options_overrides"] = {**_USERS, **(options.get("env_options_overrides") or {})}
+        return get_compile_options(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", as_users_do)
+        jax.clear_caches()  # of what other tests have compiled
+        try:
+            return (yield)
+        finally:
+            jax.clear_caches()
+
+
+_OF_THE_FULL_TIER = {"aot", "multiprocess", "peers"}
+"""Folders of tests that all have the mark of the same name."""
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Folders of whose tests none would be left are not read."""
+    folder = collection_path.name
+    return True if folder in _OF_THE_FULL_TIER and f"not {folder}" in config.option.markexpr else None
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_between_files():
-    """Traces make millions of objects that live on; walking them again and again took a fifth of the time of tests."""
-    gc.disable()
     yield
     if not _drop_programs():
         gc.collect()

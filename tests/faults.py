@@ -1,13 +1,13 @@
 """Plants faults in a copy of the package, one at a time, and reports which tests catch them.
 
-    python -m tests.faults                      # all of tests/faults.toml: some ten minutes on a core
-    python -m tests.faults ties-go-up --write   # some, by name; their rows go to the table in tests/README.md
-    python -m tests.faults --affected           # also: does tests/affected.py name the nearest tests of their files?
+    python -m tests.faults                      # all of tests/faults.toml
+    python -m tests.faults ties-go-up --write   # some, by name; their rows go to the table in tests/faults.md
+    python -m tests.faults --affected           # only: does tests/affected.py name the nearest tests of their files?
 
 The copy has what git tracks, as it is now. Of each fault the nearest file of tests runs in a process of its own until a
-test fails: first the default tier, and all of the file where that catches nothing. The test that failed runs once more
-without the fault, and has to pass. A fault that nothing catches changes nothing, and then it is no fault, or asks for a
-test.
+test fails: the test that the table names, then the default tier, and the rest of the file where that catches nothing. The
+test that failed runs once more without the fault, and has to pass. A fault that nothing catches changes nothing, and then
+it is no fault, or asks for a test. No run takes more than --limit seconds.
 
 Compiled programs are kept with those of the checkout; JAX_COMPILATION_CACHE_DIR names another folder.
 """
@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import os
 import pathlib
+import queue
 import re
 import shutil
 import signal
@@ -24,16 +25,22 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Literal
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FAULTS, README = ROOT / "tests" / "faults.toml", ROOT / "tests" / "README.md"
+FAULTS, TABLE = ROOT / "tests" / "faults.toml", ROOT / "tests" / "faults.md"
 
-LIMIT_S = 400
-"""Seconds that the tests of a tier may take."""
+LIMIT_S = 120
+"""Seconds that a run of tests may take."""
 
-BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+TITLE = """# Planted faults
+
+Mistakes that developers make and that corrupt results in silence, some in every folder of the package by its lines of
+code, and the tests that catch them. Written by `python -m tests.faults --write`.
+
+"""
 HEAD = ("fault", "file", "caught by", "tier", "seconds")
 NOT_RUN = ("", "not run", "")
 
@@ -145,7 +152,7 @@ def copy_checkout(folder: pathlib.Path) -> None:
 
 
 def run_tests(folder: pathlib.Path, test: str, options: Sequence[str], *, limit_s: float) -> str | None:
-    """The first of some tests, a file or a function of one, that fails in a copy; None = none does.
+    """The first of some tests, a file or a function of one, that fails in a copy; None = none does, or there is none.
 
     Raises:
       Mistake: pytest could not run.
@@ -171,7 +178,7 @@ def first_failure(status: int, output: str, test: str) -> str | None:
     Raises:
       Mistake: pytest could not run.
     """
-    if status in (0, 5):  # 5: the file has no tests of this tier
+    if status in (0, 5) or (status == 4 and "ERROR: not found:" in output):  # 5: the file has no tests of this tier
         return None
     named = re.search(_FAILED, output, re.MULTILINE)
     if named:
@@ -181,8 +188,14 @@ def first_failure(status: int, output: str, test: str) -> str | None:
     raise Mistake(f"pytest of {test} ended with status {status}:\n{output[-2000:]}")
 
 
-def try_out(fault: Fault, folder: pathlib.Path, limit_s: float) -> Outcome:
-    """Plants a fault in a copy, runs its tests, each tier at most so long, and takes it out again.
+def try_out(fault: Fault, folder: pathlib.Path, limit_s: float, known: str = "") -> Outcome:
+    """Plants a fault in a copy, runs its tests, and takes it out again.
+
+    Args:
+      fault: The fault.
+      folder: The copy.
+      limit_s: Seconds that a run of tests may take.
+      known: Function that caught it last time; it runs first.
 
     Raises:
       Mistake: what catches it fails without it, too; or pytest could not run.
@@ -191,26 +204,27 @@ def try_out(fault: Fault, folder: pathlib.Path, limit_s: float) -> Outcome:
 
     path = folder / fault.file
     sound = path.read_text()
-    options: dict[Tier, list[str]] = {"default": [], "full": ["-m", FULL]}
+    runs: list[tuple[Tier, str, list[str]]] = [("default", fault.test, []), ("full", fault.test, ["-m", FULL])]
+    if known and not known.startswith("("):
+        runs.insert(0, ("default", f"{fault.test}::{known}", []))
     begun = time.monotonic()
-    tier: Tier = "default"
+    caught_by, tier, options = None, "none", []
     try:
         _put(path, fault.planted(sound))
-        caught_by = run_tests(folder, fault.test, options[tier], limit_s=limit_s)
-        if not caught_by:
-            tier = "full"
-            caught_by = run_tests(folder, fault.test, options[tier], limit_s=limit_s)
-        if not caught_by:
+        for tier, test, options in runs:
+            if caught_by := run_tests(folder, test, options, limit_s=limit_s):
+                break
+        else:
             tier = "none"
     except subprocess.TimeoutExpired:
-        caught_by, tier = None, "late"
+        tier = "late"
     finally:
         _put(path, sound)
     seconds = time.monotonic() - begun
     if caught_by:
         function = f"{fault.test}::{caught_by.partition('[')[0]}"  # pytest does not find every case by its name
         again = fault.test if caught_by.startswith("(") else function
-        if without := run_tests(folder, again, options[tier], limit_s=limit_s):
+        if without := run_tests(folder, again, options, limit_s=3 * limit_s):
             raise Mistake(f"{fault.test}::{without} fails without {fault.name!r}, too. Repair it first.")
     return Outcome(caught_by=caught_by or "", tier=tier, seconds=seconds)
 
@@ -223,13 +237,14 @@ def _put(path: pathlib.Path, text: str) -> None:
 
 
 def not_reached(faults: Sequence[Fault]) -> list[str]:
-    """A line for each fault of whose file `tests.affected` does not name the nearest tests."""
+    """A line for each fault for which `tests.affected` does not name the nearest tests."""
     from tests.affected import tests_of
 
     found = []
     for fault in faults:
-        named = tests_of([fault.file])
-        if named != ["tests"] and fault.test not in named:
+        sound = (ROOT / fault.file).read_text()
+        named = {test.partition("::")[0] for test in tests_of({fault.file: (sound, fault.planted(sound))})}
+        if fault.test not in named:
             found.append(f"{fault.name}: tests.affected does not name {fault.test} for {fault.file}")
     return found
 
@@ -243,60 +258,78 @@ def table(faults: Mapping[str, Fault], outcomes: Mapping[str, Sequence[str]]) ->
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
-def rows_of(readme: str) -> dict[str, tuple[str, ...]]:
-    """{name: caught by, tier, seconds} of the table in a readme.
-
-    Raises:
-      Mistake: the readme has no place for it.
-    """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise Mistake(f"{README.name} must have one line {BEGIN!r} and one line {END!r} after it, for the table.")
+def read_table(path: pathlib.Path = TABLE) -> dict[str, tuple[str, ...]]:
+    """{name: caught by, tier, seconds}"""
     found = {}
-    for line in readme.partition(BEGIN)[2].partition(END)[0].splitlines():
+    for line in path.read_text().splitlines() if path.is_file() else ():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == len(HEAD) and cells[0] not in (HEAD[0], "---"):
             found[cells[0]] = (cells[2].strip("`"), *cells[3:])
     return found
 
 
-def write_table(faults: Mapping[str, Fault], outcomes: Mapping[str, Outcome], path: pathlib.Path = README) -> None:
-    """Puts the rows of what was run into the table of a readme; rows of faults that are gone go."""
-    text = path.read_text()
-    rows = rows_of(text) | {name: outcome.cells for name, outcome in outcomes.items()}
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n\n{table(faults, rows)}\n{END}{after}")
+def write_table(faults: Mapping[str, Fault], outcomes: Mapping[str, Outcome], path: pathlib.Path = TABLE) -> None:
+    """Puts the rows of what was run into the table; rows of faults that are gone go."""
+    rows = read_table(path) | {name: outcome.cells for name, outcome in outcomes.items()}
+    path.write_text(TITLE + table(faults, rows))
+
+
+def try_all(faults: Sequence[Fault], limit_s: float, processes: int) -> Iterator[tuple[Fault, Outcome]]:
+    """Outcomes, as they come. Each process has a copy of its own."""
+    rows = read_table()
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder, ThreadPoolExecutor(processes) as pool:
+        copies: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
+        for number in range(processes):
+            copy_checkout(pathlib.Path(folder) / str(number))
+            copies.put(pathlib.Path(folder) / str(number))
+
+        def in_a_copy(fault: Fault) -> Outcome:
+            copy = copies.get()
+            try:
+                return try_out(fault, copy, limit_s, rows.get(fault.name, NOT_RUN)[0])
+            finally:
+                copies.put(copy)
+
+        runs = {pool.submit(in_a_copy, fault): fault for fault in faults}
+        try:
+            for run in as_completed(runs):
+                yield runs[run], run.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 if nothing catches a fault or affected tests lack one, or 2 if something cannot be done."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Plants faults and runs their tests.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="a fault of tests/faults.toml; none = all")
-    parser.add_argument("--affected", action="store_true", help="also look what tests/affected.py names for the files")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="that a tier may take")
-    parser.add_argument("--write", action="store_true", help="rewrite the table in tests/README.md")
+    parser.add_argument("--affected", action="store_true", help="look what tests/affected.py names, and plant nothing")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="that a run of tests may take")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="side by side")
+    parser.add_argument("--write", action="store_true", help="rewrite the table in tests/faults.md")
     given = parser.parse_args(arguments)
+    outcomes: dict[str, Outcome] = {}
     try:
         faults = read_faults()
         asked = chosen(faults, given.names)
-        if given.write:
-            rows_of(README.read_text())  # raises before anything is run
-        unnamed = not_reached(asked) if given.affected else []
-        outcomes: dict[str, Outcome] = {}
-        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-            copy_checkout(pathlib.Path(folder))
-            for fault in asked:
-                outcome = outcomes[fault.name] = try_out(fault, pathlib.Path(folder), given.limit)
-                by = f"{fault.test}::{outcome.caught_by}" if outcome.caught_by else f"nothing in {fault.test}"
-                print(f"{fault.name}: caught by {by} ({outcome.tier}, {outcome.seconds:.0f} s)", flush=True)
-                if given.write:
-                    write_table(faults, outcomes)
+        if given.affected:
+            unnamed = not_reached(asked)
+            print("\n".join([f"{len(asked) - len(unnamed)} of {len(asked)} faults have their tests named", *unnamed]))
+            return 1 if unnamed else 0
+        for fault, outcome in try_all(asked, given.limit, given.processes):
+            outcomes[fault.name] = outcome
+            by = f"{fault.test}::{outcome.caught_by}" if outcome.caught_by else f"nothing in {fault.test}"
+            print(f"{fault.name}: caught by {by} ({outcome.tier}, {outcome.seconds:.0f} s)", flush=True)
+            if given.write:
+                write_table(faults, outcomes)
     except Mistake as error:
         print(f"tests.faults: {error}", file=sys.stderr)
         return 2
     why = {"none": "nothing catches it", "late": f"nothing catches it in {given.limit:g} seconds"}
     wrong = [f"{name}: {why[outcome.tier]}" for name, outcome in outcomes.items() if outcome.tier in why]
-    print("\n".join([f"{len(outcomes) - len(wrong)} of {len(outcomes)} faults are caught", *wrong, *unnamed]))
-    return 1 if wrong or unnamed else 0
+    by_default = sum(outcome.tier == "default" for outcome in outcomes.values())
+    print(f"{len(outcomes) - len(wrong)} of {len(outcomes)} faults are caught, {by_default} by the default tier")
+    print("\n".join(wrong))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,57 +1,147 @@
-"""Changes and the tests that they reach: by imports, at any depth and inside of functions, and by what is stated."""
+"""Changes and the tests that they reach: by the names that they change, at any depth, and by what is stated."""
 
 import subprocess
 
 import affected
+import faults
 import pytest
+
+FILES = {
+    "scalejax/__init__.py": "",
+    "scalejax/optim/__init__.py": "from scalejax.optim.optimizers import Adam as Adam\nfrom scalejax.optim.optimizers import Sgd as Sgd\n",
+    "scalejax/optim/optimizers.py": (
+        "from scalejax.optim.rates import rate\n\n"
+        "class Adam:\n    decay: float = 0.9\n\n"
+        "class Sgd:\n    def build(self):\n        return rate()\n\n"
+        "Optimizer = Sgd | Adam\n"
+    ),
+    "scalejax/optim/rates.py": "def rate():\n    return 1\n",
+    "scalejax/train/loop.py": (
+        "from scalejax import optim\nfrom scalejax.optim.optimizers import Optimizer\n\n"
+        "class Experiment:\n    optimizer: Optimizer = optim.Sgd()\n\n"
+        "def train(experiment: Optimizer):\n    return Experiment\n"
+    ),
+    "scalejax/data/__init__.py": '_HOMES = {"Rows": "rows"}\n\ndef __getattr__(name): ...\n',
+    "scalejax/data/rows.py": "class Rows: ...\n\ndef other(): ...\n",
+    "scalejax/cli/commands/grow.py": "def run(): ...\n",
+    "scalejax/kernels/bag/api.py": "def bag(): ...\n",
+    "scalejax/kernels/bag/xla.py": "def run(): ...\n",
+    "scalejax/kernels/bag/pallas_gpu.py": "def run(): ...\n",
+    "tests/cases/small.py": "from scalejax.train import loop\n\ndef experiment():\n    return loop.train()\n\ndef sizes(): ...\n",
+    "tests/cases/worker.py": "from scalejax.data import Rows\n\nRows()\n",
+    "tests/run/conftest.py": "import pytest\nimport small\n\n@pytest.fixture\ndef finished():\n    return small.experiment()\n",
+    "tests/run/test_fixture.py": "def test_a(finished): ...\n",
+    "tests/run/test_other.py": "def test_a(): ...\n",
+    "tests/run/test_set.py": "def test_a():\n    run('--set', 'optimizer=Adam')\n",
+    "tests/run/test_worker.py": "def test_a():\n    start('worker.py')\n",
+    "tests/run/test_grow.py": "def test_a():\n    scalejax('grow', 'RUN')\n",
+    "tests/optim/test_adam.py": "from scalejax import optim\n\ndef test_a():\n    optim.Adam()\n",
+    "tests/optim/test_sgd.py": "from scalejax.optim import Sgd\n\ndef test_a():\n    Sgd()\n",
+    "tests/data/test_rows.py": "from scalejax import data\n\ndef test_a():\n    data.Rows()\n",
+    "tests/kernels/test_bag.py": "from scalejax.kernels.bag.api import bag\n\ndef test_a():\n    bag()\n",
+    "tests/kernels/test_gpu.py": "def test_a():\n    run('pallas_gpu')\n",
+    "tests/test_faults.py": "",
+    "tests/test_documents.py": "",
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """{path: text} of a small project."""
+    for file, text in FILES.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    monkeypatch.setattr(affected, "ROOT", tmp_path)
+    monkeypatch.setattr(affected, "HUB", 2.0)
+    affected.project.cache_clear()
+    yield tmp_path
+    affected.project.cache_clear()
+
+
+def reached(files, file, before, after):
+    """Of a text of a file that becomes another one."""
+    old = FILES.get(file)
+    new = after if before is None else old.replace(before, after)
+    assert new != old
+    (files / file).parent.mkdir(parents=True, exist_ok=True)
+    (files / file).write_text(new)
+    named = affected.tests_of({file: (old, new)})
+    return [test.removeprefix("tests/").removesuffix(".py") for test in named if test != "tests/test_faults.py"]
 
 
 @pytest.mark.parametrize(
-    ("file", "reached", "spared"),
+    ("file", "before", "after", "tests"),
     [
-        # At further hand: the kernel, the layer that uses it, models, runs.
-        ("scalejax/kernels/mx/__init__.py", "tests/kernels/test_mx.py", "tests/data/test_splits.py"),
-        # A backend, which is loaded by its name.
-        ("scalejax/kernels/block_quant/xla.py", "tests/kernels/test_block_quant.py", "tests/data/test_splits.py"),
-        ("scalejax/models/graph/gcn.py", "tests/models/graph/test_layers.py", "tests/models/llm/test_llama3.py"),
-        # Recipes are found by name; a module may be imported inside of a function.
-        ("scalejax/configs/recsys/wukong.py", "tests/configs/test_recipes.py", "tests/kernels/test_mx.py"),
-        # Helpers of tests, at further hand: small_run uses `changes`.
-        ("tests/cases/changes.py", "tests/train/tables/test_tiers.py", "tests/nn/test_layers.py"),
-        ("tests/cli/conftest.py", "tests/cli/commands/test_doctor.py", "tests/nn/test_layers.py"),
-        ("tests/nn/test_layers.py", "tests/nn/test_layers.py", "tests/nn/test_attention.py"),
-        # Files that are no modules.
-        ("docs/log.md", "tests/test_documents.py", "tests/nn/test_layers.py"),
-        ("tests/outside/shapes.py", "tests/train/test_outside.py", "tests/nn/test_layers.py"),
-        ("benchmarks/gpu_mx.py", "tests/bench/test_gpu_mx.py", "tests/nn/test_layers.py"),
+        # A class: who takes it from the package, and whose text has it for --set; not who takes another one, nor by a union.
+        ("scalejax/optim/optimizers.py", "decay: float = 0.9", "decay: float = 0.8", ["optim/test_adam", "run/test_set"]),
+        # At further hand: the default of an experiment, a helper, a fixture of the folder.
+        ("scalejax/optim/rates.py", "return 1", "return 2", ["optim/test_sgd", "run/test_fixture"]),
+        # A comment is no change; statements beside definitions change all of a file.
+        ("scalejax/optim/rates.py", "return 1", "return 1  # why", []),
+        ("scalejax/optim/rates.py", "def rate", "check()\n\ndef rate", ["optim/test_sgd", "run/test_fixture"]),
+        # A new file, a new line of an __init__ or of a union, and a name that goes.
+        ("scalejax/optim/lion.py", None, "class Lion: ...\n", []),
+        ("scalejax/optim/optimizers.py", "Sgd | Adam", "Sgd | Adam | Lion", []),
+        ("scalejax/optim/__init__.py", "from", "from scalejax.optim.lion import Lion as Lion\nfrom", []),
+        ("scalejax/optim/__init__.py", "optimizers import Sgd", "lion import Sgd", ["optim/test_sgd", "run/test_fixture"]),
+        # Names that load on first use.
+        ("scalejax/data/rows.py", "class Rows: ...", "class Rows:\n    a = 1", ["data/test_rows", "run/test_worker"]),
+        ("scalejax/data/rows.py", "def other(): ...", "def other():\n    return 1", []),
+        # What is loaded by its name.
+        ("scalejax/cli/commands/grow.py", "def run(): ...", "def run():\n    return 1", ["run/test_grow"]),
+        ("scalejax/kernels/bag/xla.py", "def run(): ...", "def run():\n    return 1", ["kernels/test_bag"]),
+        ("scalejax/kernels/bag/pallas_gpu.py", "def run(): ...", "def run():\n    return 1", ["kernels/test_gpu"]),
+        # Helpers of tests, a worker that is started, tests themselves, also half written.
+        ("tests/cases/small.py", "def sizes(): ...", "def sizes():\n    return 1", []),
+        ("tests/cases/small.py", "return loop", "return 1, loop", ["run/test_fixture"]),
+        ("tests/cases/worker.py", "Rows()", "Rows(1)", ["run/test_worker"]),
+        ("tests/run/test_other.py", "def test_a(): ...", "def test_a(", ["run/test_other"]),
     ],
-)
-def test_a_change_reaches_its_tests_and_spares_others(file, reached, spared):
-    assert (affected.ROOT / file).exists()
-    assert (affected.ROOT / spared).exists()
-    found = affected.tests_of([file])
-    assert reached in found
-    assert spared not in found
+)  # fmt: skip
+def test_a_change_reaches_the_tests_that_use_what_it_changes_and_spares_others(files, file, before, after, tests):
+    assert reached(files, file, before, after) == tests
 
 
-@pytest.mark.parametrize("file", ["scalejax/errors.py", "pyproject.toml", "tests/conftest.py"])
-def test_a_change_that_reaches_most_tests_asks_for_the_default_tier(file):
-    assert affected.tests_of([file]) == ["tests"]
+def test_files_that_are_no_code_reach_their_readers(files):
+    assert affected.tests_of({"docs/log.md": (None, None)}) == ["tests/test_documents.py"]
+    assert affected.tests_of({"pyproject.toml": (None, None)}) == ["tests"]
+    assert affected.tests_of({"LICENSE": (None, None)}) == []
 
 
-def test_a_change_of_nothing_reaches_nothing():
-    assert affected.tests_of([]) == []
-    assert affected.tests_of(["LICENSE", "scalejax/gone.py"]) == []
+def test_a_change_of_a_hub_says_so_and_names_the_quick_tier_and_the_tests_of_its_folder(files, monkeypatch, capsys):
+    monkeypatch.setattr(affected, "HUB", 0.0)
+    named = affected.tests_of({"scalejax/optim/rates.py": (FILES["scalejax/optim/rates.py"], "def rate():\n    return 2\n")})
+    assert "it is one of a hub" in capsys.readouterr().err
+    assert named[0] == "tests/optim/test_sgd.py"
+    assert "tests/run/test_fixture.py" not in named
+    assert "tests/models/recsys/test_dcnv2.py" in named
 
 
-def test_stated_edges_name_what_exists():
-    tests = [str(path.relative_to(affected.ROOT)) for path in (affected.ROOT / "tests").rglob("test_*.py")]
+def test_what_is_stated_names_what_exists():
+    files = [str(path.relative_to(affected.ROOT)) for path in affected.ROOT.rglob("*.py")]
+    modules = [affected.module_of(file) for file in files if file.startswith("scalejax/")]
     for pattern, names in affected.STATED.items():
-        assert any(affected.fnmatch.fnmatch(test, pattern) for test in tests), pattern
+        assert any(affected.fnmatch.fnmatch(file, pattern) for file in files), pattern
         for name in names:
-            assert affected.fnmatch.filter(affected.modules(), name), name
+            assert affected.fnmatch.filter(modules, name), name
+    for pattern in affected.BY_NAME:
+        assert affected.fnmatch.filter(modules, pattern), pattern
     for pattern in (pattern for patterns in affected.READ.values() for pattern in patterns):
-        assert any(affected.fnmatch.fnmatch(test, pattern) for test in tests), pattern
+        assert any(affected.fnmatch.fnmatch(file, pattern) for file in files), pattern
+
+
+@pytest.mark.slow
+def test_the_tests_of_every_planted_fault_are_named():
+    assert faults.not_reached(list(faults.read_faults().values())) == []
+
+
+@pytest.mark.slow
+def test_a_new_optimizer_reaches_no_other_tests_than_its_own():
+    init = "scalejax/optim/__init__.py"
+    text = (affected.ROOT / init).read_text()
+    line = "from scalejax.optim.lion import Lion as Lion\n"
+    changes = {"scalejax/optim/lion.py": (None, "class Lion: ...\n"), init: (text, text + line)}
+    assert all(test.startswith("tests/test_") for test in affected.tests_of(changes))
 
 
 def test_a_base_or_checkout_that_does_not_exist_is_named(tmp_path, monkeypatch, capsys):
@@ -63,19 +153,12 @@ def test_a_base_or_checkout_that_does_not_exist_is_named(tmp_path, monkeypatch, 
     assert "no checkout of git" in capsys.readouterr().err
     git("init", "-q")
     (tmp_path / "file").write_text("1")
+    (tmp_path / "code.py").write_text("1")
     git("add", ".")
     git("commit", "-qm", "one")
     assert affected.main(["nothing"]) == 2
     assert "BASE 'nothing' is no commit here" in capsys.readouterr().err
-    (tmp_path / "new").write_text("2")
+    (tmp_path / "new.py").write_text("2")
     (tmp_path / "file").write_text("2")
-    assert affected.changed("HEAD") == ["file", "new"]
-
-
-def test_a_file_that_cannot_be_parsed_is_among_its_own_tests(tmp_path, monkeypatch):
-    monkeypatch.setattr(affected, "ROOT", tmp_path)
-    monkeypatch.setattr(affected, "HUB", 2)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_half.py").write_text("def test_half(:\n")
-    (tmp_path / "tests" / "test_other.py").write_text("def test_other(): ...\n")
-    assert affected.tests_of(["tests/test_half.py"]) == ["tests/test_half.py"]
+    (tmp_path / "code.py").write_text("2")
+    assert affected.changed("HEAD") == {"file": (None, None), "code.py": ("1", "2"), "new.py": (None, "2")}

@@ -145,6 +145,7 @@ CALLS = {
 }
 
 
+@pytest.mark.default_cases(first=25)
 @pytest.mark.parametrize("name", CALLS)
 def test_shapes_and_dtypes_are_those_of_the_annotations(name):
     function, args, options = CALLS[name]

@@ -201,6 +201,7 @@ def test_checkpoint_that_a_kill_left_half_written_is_passed_over(recipe, run):
     assert_usable(recipe, run, 12)
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_were_trained(recipe, run):
     before = (run / "metrics.jsonl").read_bytes()
     result = invoke("train", recipe, "--workdir", run, "--set", "steps=6")

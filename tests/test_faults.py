@@ -27,8 +27,7 @@ def test_every_folder_of_the_package_has_a_fault(known):
 
 
 def test_the_table_has_a_row_for_each_fault_in_order(known):
-    rows = faults.rows_of(faults.README.read_text())
-    assert list(rows) == list(known), "python -m tests.faults NAME --write"
+    assert list(faults.read_table()) == list(known), "python -m tests.faults NAME --write"
 
 
 def test_a_fault_whose_text_is_gone_or_not_alone_is_named(known):
@@ -70,6 +69,7 @@ def test_a_list_with_a_mistake_is_refused(text, words, tmp_path):
         (1, "ERROR tests/nn/test_norm.py::test_a - fixture", "test_a"),
         (2, "ERROR tests/nn/test_norm.py - NameError: x", "(the file cannot be imported)"),
         (-6, "Fatal Python error: Aborted", "(the process dies)"),
+        (4, "ERROR: not found: tests/nn/test_norm.py::test_gone", None),
     ],
 )
 def test_the_failing_test_is_read_from_what_pytest_says(status, line, test):
@@ -84,22 +84,18 @@ def test_a_pytest_that_cannot_run_is_no_catch():
 def test_rows_of_faults_that_were_run_are_replaced_and_of_those_that_are_gone_removed(known, tmp_path):
     one, two = list(known)[:2]
     some = {name: known[name] for name in (one, two)}
-    path = tmp_path / "README.md"
-    path.write_text(f"# Before\n\n{faults.BEGIN}\n| gone | f | `t` | full | 3 |\n{faults.END}\n\nAfter.\n")
+    path = tmp_path / "faults.md"
+    path.write_text("| gone | f | `t` | full | 3 |\n")
     faults.write_table(some, {one: faults.Outcome(caught_by="test_a[x|y]", tier="default", seconds=4.4)}, path)
-    assert faults.rows_of(path.read_text())[one] == ("test_a", "default", "4")
-    assert faults.rows_of(path.read_text())[two] == faults.NOT_RUN
+    assert faults.read_table(path) == {one: ("test_a", "default", "4"), two: faults.NOT_RUN}
     faults.write_table(some, {two: faults.Outcome(caught_by="", tier="none", seconds=9)}, path)
-    text = path.read_text()
-    assert faults.rows_of(text)[one] == ("test_a", "default", "4")
-    assert faults.rows_of(text)[two] == ("", "none", "9")
-    assert "gone" not in text
-    assert text.startswith("# Before\n\n<!--")
-    assert text.endswith("-->\n\nAfter.\n")
+    assert faults.read_table(path) == {one: ("test_a", "default", "4"), two: ("", "none", "9")}
+    assert path.read_text().startswith("# Planted faults\n\n")
 
 
-def test_a_readme_without_a_place_for_the_table_is_refused(known, tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text("# Tests\n")
-    with pytest.raises(faults.Mistake, match="faults: begin"):
-        faults.write_table(known, {}, path)
+def test_faults_are_spread_over_folders_by_lines_of_code(known):
+    """At least one for every thousand lines, and 160 in all."""
+    assert len(known) >= 160
+    for folder in (faults.ROOT / "scalejax").iterdir():
+        lines = sum(path.read_text().count("\n") for path in folder.rglob("*.py"))
+        assert sum(fault.file.startswith(f"scalejax/{folder.name}/") for fault in known.values()) >= lines // 1000, folder

@@ -42,6 +42,7 @@ def _imports(path: pathlib.Path) -> set[str]:
     return found - {"errors", "compat", "units", "chips", "json_reading"}
 
 
+@pytest.mark.default_cases(first=3)
 @pytest.mark.parametrize("layer", sorted(ALLOWED))
 def test_imports_point_one_way(layer):
     for path in (PACKAGE / layer).rglob("*.py"):
@@ -58,6 +59,7 @@ def test_import_scalejax_imports_nothing_heavy():
     assert _run(code).stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_data_never_imports_jax():
     code = (
         "import importlib, pkgutil, sys, scalejax.data as d\n"
@@ -68,6 +70,7 @@ def test_data_never_imports_jax():
     assert done.stdout.strip() == "False", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["kernels", "parallel"])
 def test_kernels_and_parallel_need_only_jax(layer):
     code = (
@@ -81,6 +84,7 @@ def test_kernels_and_parallel_need_only_jax(layer):
     assert done.stdout.strip() == "ok", done.stderr
 
 
+@pytest.mark.slow
 def test_kernels_lists_its_kernels_and_loads_each_on_first_use():
     """And importing all of them looks for no device, so that a program of a user decides where jax looks."""
     import scalejax.kernels as kernels

@@ -2,11 +2,14 @@
 
 import datetime
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 import zlib
 
+import faults
 import pytest
 import tiers
 from tiers import Budget, Run, Unit
@@ -16,8 +19,11 @@ HISTORY = [f"{number:012x}" for number in range(300, 0, -1)]
 """The newest first."""
 
 
+FIVE = [str(number) for number in range(1, 6)]
+
+
 def ran(shard, ago, date="2026-03-01"):
-    return Run(shard, HISTORY[ago], date, 600, "passed")
+    return Run(str(shard), HISTORY[ago], date, 600, "passed")
 
 
 def test_every_file_is_in_the_shards_once_and_none_is_much_longer_than_another():
@@ -48,9 +54,9 @@ def test_functions_and_files_that_were_never_measured_count_as_the_mean_of_the_o
         "new.py": {"test_c": [0.0, 0.0]},
     }
     found = tiers.units(sources, durations)
-    assert found[:2] == [Unit("a.py", 0, 1, 9.0), Unit("b.py", 0, 1, 3.0)]
-    assert found[2:5] == [Unit("long.py", part, 3, 167.0) for part in range(3)]
-    assert found[5] == Unit("new.py", 0, 1, (9.0 + 3.0 + 501.0) / 3)
+    assert found[:2] == [Unit("a.py", 0, 1, 3.0), Unit("b.py", 0, 1, 0.0)]
+    assert found[2:6] == [Unit("long.py", part, 4, 125.0) for part in range(4)]
+    assert found[6:] == [Unit("new.py", part, 2, (3.0 + 0.0 + 500.0) / 6) for part in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -93,40 +99,49 @@ def test_what_was_measured_takes_the_place_of_what_was_known(tmp_path):
         ([ran(shard, 10 - shard) for shard in (1, 2, 3, 4, 5)], 1),
         ([ran(3, 9), ran(1, 8), ran(2, 7), ran(5, 6), ran(4, 5)], 3),
         ([ran(3, 9), ran(3, 1), ran(1, 8), ran(2, 7), ran(5, 6), ran(4, 5)], 1),
-        ([ran(1, 3), Run(2, "not a commit", "2026-02-01", 1, "passed")], 2),
+        ([ran(1, 3), Run("2", "not a commit", "2026-02-01", 1, "passed")], 2),
         # Lines of three days were lost: the shards after the first are not run again and again in its place.
         ([ran(shard, 10 - shard, "2026-02-26") for shard in (1, 2, 3, 4, 5)], 4),
     ],
 )
 def test_the_next_shard_is_the_one_that_ran_longest_ago(runs, shard):
-    assert tiers.next_shard(runs, HISTORY, TODAY, 5) == shard
+    assert tiers.due(runs, HISTORY, TODAY, FIVE) == str(shard)
 
 
 def test_where_no_run_was_ever_committed_every_commit_has_the_next_shard():
-    found = [tiers.next_shard([], HISTORY[ago:], TODAY, 5) for ago in (5, 4, 3, 2, 1, 0)]
-    assert found == [1, 2, 3, 4, 5, 1]
+    found = [tiers.due([], HISTORY[ago:], TODAY, FIVE) for ago in (5, 4, 3, 2, 1, 0)]
+    assert found == ["1", "2", "3", "4", "5", "1"]
+
+
+def test_steps_take_turns_whatever_shards_did_in_between():
+    steps = ["python312", "notebooks", "documents"]
+    assert tiers.due([ran("notebooks", 9), ran("python312", 5), ran("documents", 2), ran(3, 0)], HISTORY, TODAY, steps) == "notebooks"
+    assert tiers.due([ran(3, 0), ran("python312", 0)], HISTORY, TODAY, steps) == "notebooks"
 
 
 def test_lines_of_commits_that_are_not_in_the_history_count_as_never():
-    runs = [ran(1, 120), Run(2, "not a commit", "2026-03-01", 1, "passed"), ran(3, 2)]
-    assert tiers.ages(runs, HISTORY, 5) == {1: 120, 2: None, 3: 2, 4: None, 5: None}
-    assert tiers.ages(runs, [], 5) == dict.fromkeys(range(1, 6))
+    runs = [ran(1, 120), Run("2", "not a commit", "2026-03-01", 1, "passed"), ran(3, 2)]
+    assert tiers.ages(runs, HISTORY, FIVE) == {"1": 120, "2": None, "3": 2, "4": None, "5": None}
+    assert tiers.ages(runs, [], FIVE) == dict.fromkeys(FIVE)
 
 
 def test_a_record_is_read_as_it_is_written(tmp_path):
     path = tmp_path / "full_tier.tsv"
     assert tiers.read_record(path) == []
     path.write_text(tiers.RECORD.read_text().splitlines()[0] + "\n3\tabc\t2026-03-01\t612\tpassed\n")
-    assert tiers.read_record(path) == [Run(3, "abc", "2026-03-01", 612, "passed")]
+    assert tiers.read_record(path) == [Run("3", "abc", "2026-03-01", 612, "passed")]
 
 
 def test_lines_that_are_no_runs_are_said_and_do_not_count(tmp_path, capsys):
     path, run = tmp_path / "full_tier.tsv", "3\tabc\t2026-03-01\t612\tpassed"
-    damaged = ["<<<<<<< HEAD", "3\tabc", "x\tabc\t2026-03-01\t612\tpassed", "4\tabc\tyesterday\t612\tpassed", ""]
+    damaged = [
+        "<<<<<<< HEAD", "3\tabc", "x\tabc\t2026-03-01\t612\tpassed", "4\tabc\tyesterday\t612\tpassed",
+        "4\tabc\t2026-03-01\t612\tperhaps", "",
+    ]  # fmt: skip
     path.write_text("\n".join(["header", *damaged, run]) + "\n")
-    assert tiers.read_record(path) == [Run(3, "abc", "2026-03-01", 612, "passed")]
+    assert tiers.read_record(path) == [Run("3", "abc", "2026-03-01", 612, "passed")]
     said = capsys.readouterr().out.splitlines()
-    assert [re.search(r"line (\d) is no run", line).group(1) for line in said] == list("2345")
+    assert [re.search(r"line (\d) is no run", line).group(1) for line in said] == list("23456")
 
 
 def test_a_shard_is_run_and_recorded_outside_of_a_checkout_too_and_counts_as_never(tmp_path, monkeypatch, capsys):
@@ -139,21 +154,74 @@ def test_a_shard_is_run_and_recorded_outside_of_a_checkout_too_and_counts_as_nev
     lines = tiers.RECORD.read_text().splitlines()
     assert [re.sub(r"\t[-0-9]+", "", line) for line in lines] == ["1\tunknown\tfailed"] * 2
     assert tiers.main(["behind"]) == 0
-    every = ", ".join(str(shard) for shard in range(1, tiers.SHARDS + 1))
-    assert capsys.readouterr().out.endswith(f"commits: shard {every}\n")
+    assert capsys.readouterr().out.endswith(f"commits: {', '.join(tiers.parts())}\n")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "result", "status"),
+    [((0, 0), "passed", 0), ((tiers.CUT, 0), "cut", 0), ((0, tiers.CUT), "cut", 0), ((tiers.CUT, 1), "failed", 1)],
+)
+def test_a_shard_that_is_cut_off_by_time_is_recorded_and_fails_only_where_a_test_did(
+    statuses, result, status, tmp_path, monkeypatch
+):
+    found = iter(statuses)
+    monkeypatch.setattr(tiers, "RECORD", tmp_path / "full_tier.tsv")
+    monkeypatch.setattr(tiers, "pytest", lambda arguments: next(found))
+    monkeypatch.setattr(tiers, "pack", lambda units: [[Unit("tests/a.py", 0, 1, 1.0), Unit("tests/multiprocess/b.py", 0, 1, 1.0)]])
+    assert tiers.main(["full", "--shard", "1", "--record", "--limit", "1"]) == status
+    assert tiers.RECORD.read_text().split()[-1] == result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "two"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_has_not_begun_by_a_time_is_left_out_and_a_failure_until_then_counts(processes, fails, tmp_path):
+    (tmp_path / "conftest.py").write_text((tiers.ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "tiers.py").write_text((tiers.ROOT / "tests" / "tiers.py").read_text())
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "over_a_second.toml").write_text("")
+    sleep = "import time\n\ndef test_{0}():\n    time.sleep({1})\n    assert not {2}\n"
+    text = sleep.format("first", 4, fails) + sleep.format("last", 0, False)[12:]
+    for name in "ab":  # a file for each process, of which the second test has not begun
+        (tmp_path / f"test_{name}.py").write_text(text)
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *processes, f"--until={time.time() + 6}"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert "did not run" in done.stdout
+    assert done.returncode == (1 if fails else tiers.CUT), done.stdout + done.stderr
+
+
+MEASURED = {("tests/a.py", "test_a"): [1.4, 0.0], ("tests/a.py", "test_b"): [9.0, 0.0], ("tests/b.py", "test_c"): [0.9, 5.0]}
+
+
+def test_functions_over_a_second_are_named_unless_they_are_exceptions(monkeypatch):
+    assert tiers.over_a_second(MEASURED) == ["   9.0 s  tests/a.py::test_b", "   1.4 s  tests/a.py::test_a"]
+    monkeypatch.setattr(tiers, "read_over_a_second", lambda: {"tests/a.py::test_b": "a reason"})
+    assert tiers.over_a_second(MEASURED) == ["   1.4 s  tests/a.py::test_a"]
+
+
+def test_exceptions_are_functions_that_exist_with_a_fault_that_they_catch_or_a_reason():
+    texts, known = tiers.sources(), faults.read_faults()
+    caught = {name: f"{known[name].test}::{row[0]}" for name, row in faults.read_table().items() if name in known}
+    for name, why in tiers.read_over_a_second().items():
+        file, _, function = name.partition("::")
+        assert function in tiers.functions_of(texts[file]), name
+        assert why in known or len(why.split()) > 2, name
+        assert caught.get(why, name) == name, f"{why} is caught by {caught[why]}"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["slow"], "invalid choice: 'slow'"),
-        (["full"], "--shard N or --next"),
+        (["full"], "--shard --next is required"),
         (["full", "--shard", str(tiers.SHARDS + 1)], f"invalid choice: {tiers.SHARDS + 1}"),
         (["full", "--shard", "0"], "invalid choice: 0"),
         (["full", "--shard", "one"], "invalid int value: 'one'"),
-        (["quick", "--shard", "1"], "--shard N or --next"),
-        (["default", "--record"], "--record: a line is of a shard"),
+        (["quick", "--shard", "1"], "unrecognized arguments: --shard 1"),
+        (["default", "--record"], "unrecognized arguments: --record"),
         (["full", "--shard", "1", "--next"], "not allowed with"),
+        (["due", "lunch"], "invalid choice: 'lunch'"),
+        (["record", "notebooks", "3", "perhaps"], "invalid choice: 'perhaps'"),
     ],
 )
 def test_a_tier_or_shard_that_does_not_exist_is_named(arguments, message, capsys):
@@ -222,7 +290,7 @@ def test_what_ci_names_is_there():
     named = {
         (script.name, name) for script in (tiers.ROOT / ".ci").iterdir() for name in NAMED.findall(script.read_text())
     }
-    assert len(named) > 80
+    assert len(named) > 40
     for script, name in named:
         file, _, test = name.partition("::")
         assert (tiers.ROOT / file).exists(), f"{script}: {name}"

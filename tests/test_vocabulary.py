@@ -34,6 +34,7 @@ def sources():
     }
 
 
+@pytest.mark.slow
 def test_no_public_class_has_the_name_of_another():
     homes = collections.defaultdict(list)
     for file, tree in sources().items():
@@ -45,6 +46,7 @@ def test_no_public_class_has_the_name_of_another():
     assert not twice
 
 
+@pytest.mark.slow
 def test_no_name_is_a_word_that_was_given_up():
     for file, tree in sources().items():
         for node in ast.walk(tree):

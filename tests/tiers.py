@@ -2,15 +2,19 @@
 
     python -m tests.tiers quick                 # under 3 minutes: an oracle and a kill for each kind of system
     python -m tests.tiers default               # what `python -m pytest -n 2` runs
-    python -m tests.tiers full --shard 3        # a fortieth of all tests but those of peers and of devices
-    python -m tests.tiers full --next --record  # the shard that ran longest ago; its line goes to tests/full_tier.tsv
-    python -m tests.tiers behind                # shards whose last run is more than 100 commits old
+    python -m tests.tiers full --shard 3        # a twelfth of what the default tier leaves out
+    python -m tests.tiers full --next --record --limit 480
+    python -m tests.tiers peers --record        # comparisons with libraries of others (benchmarks/peers.sh)
+    python -m tests.tiers due notebooks python312 documents     # prints the one whose last run is longest ago
+    python -m tests.tiers record notebooks 212 passed           # appends its line
+    python -m tests.tiers behind                # shards and steps without a run in the last 30 commits
 
 What follows `--` goes to pytest. With --store-durations a run rewrites tests/durations.json, by which files are packed
-into shards: the seconds of every test function, without and with the marks `slow`, `aot` and `multiprocess`.
+into shards: the core-seconds of every test function, without and with the marks `slow`, `aot` and `multiprocess`.
 
-A shard is made of whole files, so that fixtures and compiled programs are shared; a file of more than four minutes is
-cut by a hash of the names of its tests, which stay where they are when others are added.
+A shard is made of whole files, so that fixtures and compiled programs are shared; a long file is cut by a hash of the
+names of its tests, which stay where they are when others are added. Of a shard that takes longer than --limit, what has
+not begun is left out: its line says "cut", and that is no failure.
 """
 
 import argparse
@@ -29,16 +33,22 @@ from collections.abc import Collection, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DURATIONS, RECORD = ROOT / "tests" / "durations.json", ROOT / "tests" / "full_tier.tsv"
-BUDGETS = ROOT / "tests" / "budgets.toml"
+BUDGETS, OVER_A_SECOND = ROOT / "tests" / "budgets.toml", ROOT / "tests" / "over_a_second.toml"
 
-SHARDS = 40
-LONGEST = 240.0
-"""Seconds of a file that is not cut."""
+SHARDS = 12
+LONGEST = 150.0
+"""Core-seconds of a file that is not cut."""
 
-BEHIND = 100
-"""Commits after which a shard is named as not having run."""
+STEPS = ("python312", "notebooks", "documents", "peers")
+"""What has lines in the record beside shards."""
 
-FULL = "not peers and not gpu and not tpu"
+BEHIND = 30
+"""Commits after which a shard or step is named as not having run."""
+
+CUT = 75
+"""Exit status of a pytest whose time was up before all of its tests had begun, and of which none had failed."""
+
+FULL = "(slow or aot or multiprocess) and not peers and not gpu and not tpu"
 PEERS = "tests/peers/"
 PROCESSES = "tests/multiprocess/"
 """Tests that start processes of their own run one after the other."""
@@ -115,9 +125,17 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A line of `full_tier.tsv`."""
+    """A line of `full_tier.tsv`.
 
-    shard: int
+    Attributes:
+      part: "1", "2", ... = a shard; or one of `STEPS`.
+      commit: At which it ran.
+      date: On which.
+      seconds: That it took.
+      result: "passed", "failed", or "cut" by time with no failure until then.
+    """
+
+    part: str
     commit: str
     date: str
     seconds: int
@@ -167,14 +185,19 @@ def functions_of(source: str) -> set[str]:
     return set(re.findall(r"^ *(?:async )?def (test_\w+)", source, re.MULTILINE))
 
 
+def default_seconds() -> dict[str, float]:
+    """File -> core-seconds of its tests in the default tier."""
+    return {file: sum(seconds[0] for seconds in of.values()) for file, of in read_durations().items()}
+
+
 def seconds_of(file: str, source: str, durations: Durations) -> float | None:
-    """Seconds of all tests of a file; functions that were never measured count as the mean of the others.
+    """Core-seconds that the full tier adds for a file; functions that were never measured count as the mean of the others.
 
     None where no function of the file was.
     """
     known = durations.get(file, {})
     functions = functions_of(source)
-    measured = [sum(known[name]) for name in functions if sum(known.get(name, ())) > 0]
+    measured = [known[name][1] for name in functions if sum(known.get(name, ())) > 0]
     return sum(measured) / len(measured) * len(functions) if measured else None
 
 
@@ -192,16 +215,41 @@ def units(sources: Mapping[str, str], durations: Durations) -> list[Unit]:
     return result
 
 
-def default_cases(cases: Mapping[str, Mapping[str, object]], patterns: Sequence[str]) -> set[str]:
+def read_over_a_second(path: pathlib.Path = OVER_A_SECOND) -> dict[str, str]:
+    """`file::function` -> why it is in the default tier though it takes over a second."""
+    return {name: why for of in tomllib.loads(path.read_text()).values() for name, why in of.items()}
+
+
+def over_a_second(measured: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
+    """A line for every function of the default tier that took over a second and may not, the longest first.
+
+    Args:
+      measured: (file, test function) -> core-seconds of its unmarked cases, and of the others.
+    """
+    allowed = read_over_a_second()
+    found = {f"{file}::{name}": unmarked for (file, name), (unmarked, _) in measured.items() if unmarked > 1}
+    return [
+        f"{seconds:6.1f} s  {name}" for name, seconds in sorted(found.items(), key=lambda t: -t[1]) if name not in allowed
+    ]
+
+
+def default_cases(
+    cases: Mapping[str, Mapping[str, object]], patterns: Sequence[str], first: int | None = None
+) -> set[str]:
     """Names of the cases of a test that run by default.
 
     Args:
       cases: Name -> parameter -> value.
       patterns: Of names; none = so many cases that every value of every parameter has one.
+      first: Or as many of the cases, as they stand.
 
     Raises:
       ValueError: no case has a name that fits a pattern.
     """
+    if first is not None:
+        if patterns or not 0 < first < len(cases):
+            raise ValueError(f"first={first} must be alone, and less than the number of cases, {len(cases)}")
+        return set(list(cases)[:first])
     fits = {pattern: set(fnmatch.filter(cases, pattern)) for pattern in patterns}
     for pattern, found in fits.items():
         if not found:
@@ -286,43 +334,61 @@ def over_budget(
     return lines
 
 
+def parts() -> list[str]:
+    """All that has lines in the record."""
+    return [*(str(number) for number in range(1, SHARDS + 1)), *STEPS]
+
+
 def read_record(path: pathlib.Path = RECORD) -> list[Run]:
-    """The runs of shards, in order."""
+    """The runs of shards and steps, in order."""
     lines, runs = path.read_text().splitlines()[1:] if path.is_file() else [], []
     for number, line in enumerate(lines, 2):
         try:
-            shard, commit, date, seconds, result = line.split("\t")
-            runs.append(Run(int(shard), commit, str(datetime.date.fromisoformat(date)), int(seconds), result))
+            part, commit, date, seconds, result = line.split("\t")
+            if part not in parts() or result not in ("passed", "failed", "cut"):
+                raise ValueError(f"{part}, {result}")
+            runs.append(Run(part, commit, str(datetime.date.fromisoformat(date)), int(seconds), result))
         except ValueError as error:
             if line.strip():
-                print(f"{path.name}, line {number} is no run of a shard ({error}): it does not count.")
+                print(f"{path.name}, line {number} is no run of a shard or step ({error}): it does not count.")
     return runs
 
 
-def ages(runs: Sequence[Run], history: Sequence[str], shards: int = SHARDS) -> dict[int, int | None]:
-    """How many commits ago each shard ran; None = never, or at a commit that is not in the history.
+def ages(runs: Sequence[Run], history: Sequence[str], of: Sequence[str]) -> dict[str, int | None]:
+    """How many commits ago each part ran; None = never, or at a commit that is not in the history.
 
     Args:
       runs: In order.
       history: Commits, the newest first.
-      shards: Their number.
+      of: The parts.
     """
     place = {commit: number for number, commit in enumerate(history)}
-    last = {run.shard: place[run.commit] for run in runs if run.commit in place}
-    return {shard: last.get(shard) for shard in range(1, shards + 1)}
+    last = {run.part: place[run.commit] for run in runs if run.commit in place}
+    return {part: last.get(part) for part in of}
 
 
-def next_shard(runs: Sequence[Run], history: Sequence[str], today: datetime.date, shards: int = SHARDS) -> int:
-    """The shard that ran longest ago, or never.
+def due(runs: Sequence[Run], history: Sequence[str], today: datetime.date, of: Sequence[str]) -> str:
+    """The part that ran longest ago, or never.
 
     Where lines were lost, because nobody committed what runs had appended, it would be the same one every time. So it
     moves on by one for every day since the last line that is known, and by one for every commit where none is.
     """
-    found = ages(runs, history, shards)
-    order = sorted(found, key=lambda shard: (found[shard] is not None, -(found[shard] or 0), shard))
-    known = [run for run in runs if run.commit in set(history)]
+    found = ages(runs, history, of)
+    order = sorted(of, key=lambda part: (found[part] is not None, -(found[part] or 0), of.index(part)))
+    known = [run for run in runs if run.commit in set(history) and run.part in of]
     ahead = (today - datetime.date.fromisoformat(known[-1].date)).days if known else len(history)
-    return order[max(0, ahead) % shards]
+    return order[max(0, ahead) % len(order)]
+
+
+def record(run: Run) -> None:
+    """Appends a line, or says that it cannot."""
+    line = "\t".join(map(str, dataclasses.astuple(run)))
+    print(f"full tier: {line}")
+    try:
+        with RECORD.open("a") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        print(f"{RECORD.name} cannot be written ({error.strerror}): add the line above to it.")
 
 
 def history() -> list[str]:
@@ -346,8 +412,8 @@ def pytest(arguments: Sequence[str]) -> int:
 
 
 def run_shard(shard: Collection[Unit], options: Sequence[str]) -> int:
-    """Exit status: that of the first pytest that failed, or 0."""
-    status = 0
+    """Exit status: that of the first pytest that failed, `CUT` if one was cut off by time, or 0."""
+    found = []
     for processes in (False, True):
         chosen = [unit for unit in shard if unit.file.startswith(PROCESSES) == processes]
         if not chosen:
@@ -355,59 +421,78 @@ def run_shard(shard: Collection[Unit], options: Sequence[str]) -> int:
         files = list(dict.fromkeys(unit.file for unit in chosen))
         cut = [f"--part={unit.file}={unit.part}/{unit.parts}" for unit in chosen if unit.parts > 1]
         side_by_side = [] if processes else ["-n", "2"]
-        status = pytest(["-m", FULL, *side_by_side, *cut, *options, *files]) or status
-    return status
+        found.append(pytest(["-m", FULL, *side_by_side, *cut, *options, *files]))
+    return next((status for status in found if status not in (0, CUT)), max(found, default=0))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    found = argparse.ArgumentParser(
+        prog="python -m tests.tiers", description="Runs a tier of the tests, or a shard of the full one."
+    )
+    tier = found.add_subparsers(dest="tier", required=True)
+    for name in ("quick", "default", "full", "peers"):
+        one = tier.add_parser(name)
+        one.add_argument("--store-durations", action="store_true", help="rewrite tests/durations.json")
+        if name in ("full", "peers"):
+            one.add_argument("--record", action="store_true", help="append the result to tests/full_tier.tsv")
+        if name == "full":
+            which = one.add_mutually_exclusive_group(required=True)
+            which.add_argument("--shard", type=int, choices=range(1, SHARDS + 1))
+            which.add_argument("--next", action="store_true", help="the shard that ran longest ago")
+            one.add_argument("--limit", type=float, metavar="SECONDS", help="from which on no test begins")
+    one = tier.add_parser("due", help="print which of some parts ran longest ago")
+    one.add_argument("parts", nargs="+", choices=parts(), metavar="PART")
+    one = tier.add_parser("record", help="append the line of a step to tests/full_tier.tsv")
+    one.add_argument("part", choices=STEPS)
+    one.add_argument("seconds", type=int)
+    one.add_argument("result", choices=("passed", "failed", "cut"))
+    tier.add_parser("behind", help="print the parts that have not run for long")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, that of pytest, or 2 for wrong arguments."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, options = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.tiers", description="Runs a tier of the tests, or a shard of the full one."
-    )
-    parser.add_argument("tier", choices=("quick", "default", "full", "behind"))
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--shard", type=int, choices=range(1, SHARDS + 1), help="of the full tier")
-    which.add_argument("--next", action="store_true", help="the shard that ran longest ago")
-    parser.add_argument("--record", action="store_true", help="append the result to tests/full_tier.tsv")
-    parser.add_argument("--store-durations", action="store_true", help="rewrite tests/durations.json")
-    chosen = parser.parse_args(own)
-    if (chosen.tier == "full") != (chosen.shard is not None or chosen.next):
-        parser.error("--shard N or --next: the full tier needs one of them, the others have no shards")
-    if chosen.record and chosen.tier != "full":
-        parser.error("--record: a line is of a shard of the full tier")
+    chosen = parser().parse_args(own)
+    commits, today = history(), datetime.datetime.now(datetime.UTC).date()
+    if chosen.tier == "behind":
+        late = [part for part, age in ages(read_record(), commits, parts()).items() if age is None or age > BEHIND]
+        print("full tier: " + (f"not run in the last {BEHIND} commits: {', '.join(late)}" if late else "ok"))
+        return 0
+    if chosen.tier == "due":
+        print(due(read_record(), commits, today, chosen.parts))
+        return 0
+    commit = commits[0] if commits else "unknown"
+    if chosen.tier == "record":
+        record(Run(chosen.part, commit, str(today), chosen.seconds, chosen.result))
+        return 0
     if chosen.store_durations:
         options = ["--store-durations", *options]
-    commits = history()
-    if chosen.tier == "behind":
-        late = [shard for shard, age in ages(read_record(), commits).items() if age is None or age > BEHIND]
-        print(
-            "full tier: "
-            + (f"not run in the last {BEHIND} commits: shard {', '.join(map(str, late))}" if late else "ok")
-        )
-        return 0
     if chosen.tier == "quick":
         return pytest(["-n", "2", *options, *QUICK])
     if chosen.tier == "default":
         return pytest(["-n", "2", *options])
-    today = datetime.datetime.now(datetime.UTC).date()
-    number = chosen.shard or next_shard(read_record(), commits, today)
-    texts = {file: text for file, text in sources().items() if not file.startswith(PEERS)}
-    shard = pack(units(texts, read_durations()))[number - 1]
-    print(f"full tier, shard {number} of {SHARDS}: {len(shard)} files or parts of files", flush=True)
     begun = time.monotonic()
-    status = run_shard(shard, options)
-    line = [number, commits[0] if commits else "unknown", today, round(time.monotonic() - begun)]
-    line = "\t".join(map(str, [*line, "failed" if status else "passed"]))
-    print(f"full tier: {line}")
+    if chosen.tier == "peers":
+        part, status = "peers", pytest(["-m", "peers", *options, PEERS])
+    else:
+        shards = [str(number) for number in range(1, SHARDS + 1)]
+        part = str(chosen.shard or due(read_record(), commits, today, shards))
+        texts = {file: text for file, text in sources().items() if not file.startswith(PEERS)}
+        shard = pack(units(texts, read_durations()))[int(part) - 1]
+        print(f"full tier, shard {part} of {SHARDS}: {len(shard)} files or parts of files", flush=True)
+        if chosen.limit:
+            options = [f"--until={time.time() + chosen.limit}", *options]
+        status = run_shard(shard, options)
+    result = "passed" if status == 0 else "cut" if status == CUT else "failed"
+    run = Run(part, commit, str(today), round(time.monotonic() - begun), result)
     if chosen.record:
-        try:
-            with RECORD.open("a") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            print(f"{RECORD.name} cannot be written ({error.strerror}): add the line above to it.")
-    return status
+        record(run)
+    else:
+        print("\t".join(map(str, dataclasses.astuple(run))))
+    return 0 if status == CUT else status
 
 
 if __name__ == "__main__":

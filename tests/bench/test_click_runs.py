@@ -107,6 +107,7 @@ def test_a_report_needs_no_predictions(scripts, made, tmp_path, monkeypatch, cap
     assert [call[2] for call in made if call[0] == "gradient boosting"] == [1]
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_once_on_batches_of_the_form_s_own_data(scripts, tmp_path):
     forms, tune, quality = scripts
     runs = tried(tune, forms, tmp_path / "runs.jsonl", "logistic regression", [0.1, 0.2, 0.9, 0.4, 0.5, 0.4, 0.3, 0.2])
@@ -119,6 +120,7 @@ def test_a_step_is_timed_once_on_batches_of_the_form_s_own_data(scripts, tmp_pat
     assert schema == forms.data_of("random", number_bins=64).schema()
 
 
+@pytest.mark.slow
 def test_committed_runs_are_of_the_forms_as_they_are(scripts):
     forms, tune, quality = scripts
     lines = tune.Runs(RESULTS / "click_runs.jsonl").read()

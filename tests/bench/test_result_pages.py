@@ -24,6 +24,7 @@ def rows(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("|")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments", "least"),
     [

@@ -125,6 +125,7 @@ def test_a_grace_that_is_no_time(invoke, example, grace, deadline):
 NO_KEY = "api_key not configured (no-tty). call wandb.login(key=[your_api_key])"
 
 
+@pytest.mark.slow
 def test_wandb_without_a_login(invoke, tmp_path, monkeypatch):
     class Error(Exception):
         pass
@@ -187,6 +188,7 @@ def test_a_mistake_in_a_process_of_its_own(scalejax):
     _one_message(scalejax("train", "no-such-recipe"), "Unknown recipe")
 
 
+@pytest.mark.slow
 def test_a_bug_in_a_process_of_its_own_keeps_its_traceback(scalejax, tmp_path):
     (tmp_path / "a_module.py").write_text(HEADER + "def f() -> Experiment: raise KeyError('bug')\n")
     result = scalejax("recipes", "a_module:f")

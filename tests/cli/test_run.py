@@ -7,6 +7,7 @@ import pytest
 import small_run
 
 
+@pytest.mark.slow
 def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
     recipe, workdir = small_run.write_recipe(tmp_path), tmp_path / "run"
     trained = invoke("train", recipe, "--set", "steps=4", "--workdir", str(workdir))
@@ -86,6 +87,7 @@ def test_mistakes_that_the_loop_sees(invoke, tmp_path, monkeypatch, arguments, w
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_workdir_that_cannot_be_made(invoke, tmp_path):
     (tmp_path / "file").touch()
     result = invoke("train", "wukong-smoke", "--workdir", str(tmp_path / "file" / "run"))

@@ -39,6 +39,7 @@ def ran(tmp_path, monkeypatch):
     return marker
 
 
+@pytest.mark.default_cases(first=23)
 @pytest.mark.parametrize("digest", [None, "0" * 64])
 @pytest.mark.parametrize("named", ["{here}/evil.py:go", "evil.py:go", "./evil.py", "evil:go", "evil_package.evil:go"])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: "-".join(command[:3:2]).replace("{run}", ""))

@@ -16,6 +16,7 @@ from scalejax.cli import environment
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "polars", "pyarrow")
 
 
+@pytest.mark.default_cases(first=2)
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["recipes", "--help"], ["--version"]])
 def test_imports_nothing_heavy(arguments):
     code = (
@@ -130,6 +131,7 @@ def test_a_cache_that_cannot_be_made_is_not_used(cache, capsys):
     assert "cannot be made" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_start_with_libtpu_installed_is_quiet(scalejax, tmp_path):
     """Without JAX_PLATFORMS, on whatever this machine is: one device or more, and nothing on stderr."""
     variables = dict.fromkeys(("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_MIN_LOG_LEVEL"))

@@ -104,6 +104,7 @@ def test_a_path_of_before_is_answered_with_the_one_of_now(given, now):
         configs.load("wukong-smoke", [given])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_then_is_scored_if_its_data_are_those_of_now(tmp_path):
     """What a model computes with is read by name; of the identity of then only the data counts."""
     experiment = configs.load("gcn-smoke")

@@ -38,6 +38,7 @@ def test_builds_without_reading_anything(name: str, monkeypatch: pytest.MonkeyPa
 ABSENT = ("-movielens", "-table")  # need a file of the user
 
 
+@pytest.mark.default_cases(first=8)
 @pytest.mark.parametrize("name", [n for n in RECIPES if not n.endswith(ABSENT) and n not in OTHERS])
 def test_model_fits_the_columns_of_its_data(name: str) -> None:
     experiment = configs.load(name)
@@ -46,6 +47,7 @@ def test_model_fits_the_columns_of_its_data(name: str) -> None:
     assert ("tpu-async-all-to-all" in experiment.xla_flags) is bool(program.collection)
 
 
+@pytest.mark.default_cases(first=8)
 @pytest.mark.parametrize("name", [n for n in LANGUAGE if "shakespeare" not in n])
 def test_language_model_has_the_parameters_that_it_says(name: str) -> None:
     experiment = configs.load(name)
@@ -72,6 +74,7 @@ def test_batches_and_rate_of_the_405b_recipe_are_those_of_the_report() -> None:
     np.testing.assert_allclose(got, [0.0, 8e-5 * 7_999 / 8_000, 8e-5, 8e-7], rtol=1e-5)  # float32
 
 
+@pytest.mark.slow
 def test_language_smoke_trains_and_sums_up(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = tmp_path / "text.py"
@@ -85,7 +88,7 @@ def test_language_smoke_trains_and_sums_up(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (tmp_path / "run" / "report.html").exists()
 
 
-@pytest.mark.default_cases("llama-tiny_clan")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-tiny_sdp4bit", "llama-tiny_clan"])
 def test_few_bits_on_the_wire_train_and_say_what_they_send(name: str, tmp_path: pathlib.Path) -> None:
     text = tmp_path / "text.py"
@@ -126,6 +129,7 @@ def test_vision_smoke_trains_and_sums_up(name: str, tmp_path: pathlib.Path) -> N
 
 
 # Each compiles a step, a score and a checkpoint: one of them by default.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [n if n == "gcn-smoke" else pytest.param(n, marks=pytest.mark.slow) for n in GRAPHS if n.endswith("-smoke")],

@@ -25,6 +25,7 @@ def fuzz(reader: str, *options: str) -> None:
     assert f"\n{reader}: {{" in f"\n{done.stdout}"
 
 
+@pytest.mark.slow
 def test_the_intact_sample_has_time_for_the_imports_of_its_reader() -> None:
     program = """
 import pathlib, time
@@ -37,6 +38,7 @@ assert child.run_on(slow, {}).kind == "hang"
     subprocess.run([sys.executable, "-c", program], cwd=TESTS, check=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reader", "bits"),
     [

@@ -37,6 +37,7 @@ def test_the_average_is_the_mean_of_the_last_checkpoints(run, path, layer):
     assert averaged.remarks == ("mean of steps 2, 3 of the run",)
 
 
+@pytest.mark.slow
 def test_a_run_opens_by_a_path_from_here(run, monkeypatch):
     folder, experiment = run
     monkeypatch.chdir(folder.parent)

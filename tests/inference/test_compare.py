@@ -104,6 +104,7 @@ def test_a_model_does_not_differ_from_itself(pair):
     assert found.before == found.after
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared_is_refused(pair, tmp_path):
     other = engine(tmp_path / "other", config=dataclasses.replace(GQA, vocabulary=100))
     with pytest.raises(UserError, match="vocabularies of 96 and 100 tokens"):

@@ -218,6 +218,7 @@ def test_scores_of_prompts_where_rows_cannot_be_cut_are_refused_at_once():
     assert len(finished(on)[0, 0]) == 3
 
 
+@pytest.mark.slow
 def test_scores_of_prompts_are_those_of_one_device(folder, single):
     found = []
     for engine in (single, opened(folder, on_mesh("context=4"))):

@@ -46,7 +46,7 @@ def wanted(config, ids):
     return np.asarray(jax.jit(lambda m, *inputs: m(*inputs))(model(config), ids, positions, np.ones_like(ids)))
 
 
-@pytest.mark.default_cases("last-llama")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("logits", ["last", "all"])
 def test_logits_are_those_of_the_model(tmp_path, name, logits):
@@ -146,6 +146,7 @@ def test_experts_that_choose_need_auxiliary_routers(tmp_path, logits):
     assert export.difference(reload.load(tmp_path / "out"), made) < 1e-6
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused(tmp_path):
     made = engine(tmp_path, GQA)
     for more, words in (

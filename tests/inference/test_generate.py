@@ -58,6 +58,7 @@ def test_greedy_tokens_are_those_of_full_forward_passes(tmp_path, want):
     assert {c.ended for c in got} == {"length"}
 
 
+@pytest.mark.slow
 def test_long_prompts_are_read_in_pieces(tmp_path, want, monkeypatch):
     monkeypatch.setattr(loop, "PIECE", 8)
     monkeypatch.setattr(loop, "LENGTHS", (4, 8))
@@ -101,12 +102,14 @@ def test_tokens_under_rules_are_those_of_full_forward_passes(tmp_path, name):
     assert made.tokens == tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist())
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt_differ_by_their_number(tmp_path):
     on, chosen = engine(tmp_path), TokenSampling(temperature=1.0)
     got = on.generate([PROMPTS[0]] * 3, max_tokens=10, sampling=chosen, samples=[0, 1, 0])
     assert got[0] == got[2] != got[1]
 
 
+@pytest.mark.slow
 def test_draws_go_by_the_place_in_the_text_and_not_in_a_block(tmp_path):
     on, options = engine(tmp_path), {"max_tokens": 12, "sampling": TokenSampling(temperature=1.0, seed=3)}
     one_by_one = on.generate(PROMPTS[:1], **options, progress=lambda rows: True)
@@ -126,6 +129,7 @@ def test_tokens_are_the_same_on_a_mesh(tmp_path, want, mesh):
     assert [c.tokens for c in got] == want
 
 
+@pytest.mark.slow
 def test_a_row_ends_at_its_stop_token(tmp_path, want):
     stop = want[0][3]
     got = engine(tmp_path).generate(PROMPTS, max_tokens=12, stop=[stop])
@@ -159,6 +163,7 @@ def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
     assert on.programs.compiled() == compiled == 2
 
 
+@pytest.mark.slow
 def test_a_step_changes_the_cache_in_place():
     """Bytes beside the arguments: what one layer's attention needs, not another cache of 8 layers."""
     config = dataclasses.replace(GQA, layers=8)
@@ -190,6 +195,7 @@ def test_weights_in_the_order_of_their_products_give_the_same_tokens(tmp_path, m
     assert on.held_bytes == sum(p.nbytes // (2 if "tensor" in str(p.sharding.spec) else 1) for p in on.params.values())
 
 
+@pytest.mark.slow
 def test_the_stored_dtype_is_the_default(tmp_path):
     write_checkpoint(tmp_path / "theirs", GQA, dtype="bfloat16")
     on = engine(tmp_path)
@@ -199,6 +205,7 @@ def test_the_stored_dtype_is_the_default(tmp_path):
     assert {p.dtype for p in wide.params.values()} == {jnp.dtype("float32")}
 
 
+@pytest.mark.default_cases(first=2)
 @pytest.mark.parametrize(
     ("prompts", "more", "words"),
     [

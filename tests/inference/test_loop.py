@@ -56,6 +56,7 @@ def greedy(engine, prompt, count):
     return tuple(ids[len(prompt) :])
 
 
+@pytest.mark.slow
 def test_sequences_of_all_lengths_that_come_at_any_time_are_those_of_full_passes(engine):
     prompts = [IDS[a:b] for a, b in ((0, 3), (5, 45), (50, 190), (200, 217), (220, 221), (230, 250), (260, 300))]
     lengths = (20, 5, 12, 1, 17, 33, 8)
@@ -94,6 +95,7 @@ def test_who_comes_late_has_a_token_before_the_long_one_ends(engine, monkeypatch
     assert max(sizes) == programs.BLOCK
 
 
+@pytest.mark.slow
 def test_logits_are_to_the_bit_those_of_a_run_alone(engine):
     """In the same buckets: the neighbours, the slot and the pages are others."""
 
@@ -120,6 +122,7 @@ def test_logits_are_to_the_bit_those_of_a_run_alone(engine):
     np.testing.assert_array_equal(logits(on, 2), alone())
 
 
+@pytest.mark.slow
 def test_a_common_beginning_is_read_once(engine):
     on = scheduler(engine, 64)
     shared = tuple(IDS[:100])
@@ -140,6 +143,7 @@ def run_alone(engine, prompt, count=8, **more):
     return engine.generate([prompt], max_tokens=count, **more)[0].tokens
 
 
+@pytest.mark.slow
 def test_turns_of_a_conversation_read_what_is_new(engine):
     on, said = scheduler(engine, 16, slots=1), []
     for turn in range(4):
@@ -152,6 +156,7 @@ def test_turns_of_a_conversation_read_what_is_new(engine):
         said += got.tokens
 
 
+@pytest.mark.slow
 def test_samples_read_their_prompt_once_and_draw_as_if_alone(engine):
     chosen = TokenSampling(temperature=1.0, seed=3)
     prompt = tuple(IDS[:70])
@@ -193,6 +198,7 @@ def test_eight_samples_of_512_tokens_read_them_once(tmp_path, monkeypatch):
     assert read == [512]
 
 
+@pytest.mark.slow
 def test_who_is_put_back_for_want_of_units_has_the_tokens_of_an_undisturbed_run(engine):
     prompts = [tuple(IDS[a : a + 30]) for a in (0, 50, 100)]
     want = [run_alone(engine, prompt, 60) for prompt in prompts]
@@ -205,6 +211,7 @@ def test_who_is_put_back_for_want_of_units_has_the_tokens_of_an_undisturbed_run(
     assert on.stats.kv_usage == 0
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_frees_its_slot_and_units_at_once(engine):
     on = scheduler(engine, 16, slots=1)
     first = on.submit(Request(prompt=tuple(IDS[:100]), max_tokens=50))
@@ -244,6 +251,7 @@ def test_a_cancelled_sample_frees_its_slot_and_the_others_go_on(engine):
     assert on.stats.kv_usage == 0
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_full_pass(engine):
     on = scheduler(engine, 64)
     asked = Request(prompt=tuple(IDS[:12]), max_tokens=6, logprobs=3, prompt_logprobs=2)
@@ -296,7 +304,7 @@ def test_rows_whose_logits_are_not_finite_end_alone_and_leave_nothing_behind(eng
     assert [found[number, 0] for number in range(2, 6)] == [(want[1], "length")] * 4
 
 
-@pytest.mark.default_cases("cancelled", "behind a window, int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["cancelled", "behind a window", "int8", "behind a window, int8"])
 def test_what_is_not_finite_stays_with_its_request(engine, monkeypatch, case):
     """Also where nobody has seen its logits, where its units were let go of, and where numbers are stored as int8."""
@@ -333,6 +341,7 @@ def test_a_loop_says_how_long_a_sequence_it_can_hold(engine):
         on.submit(Request(prompt=tuple(IDS[:90]), max_tokens=7))
 
 
+@pytest.mark.slow
 def test_scores_of_prompts_come_one_a_step_and_samples_are_no_requests(engine):
     on, warm = scheduler(engine, 64, slots=2), TokenSampling(temperature=1.0)
     for begin in range(3):
@@ -346,6 +355,7 @@ def test_scores_of_prompts_come_one_a_step_and_samples_are_no_requests(engine):
     assert len(run(on)[0]) == 5
 
 
+@pytest.mark.slow
 def test_stop_tokens_and_watched_rows(engine):
     want = greedy(engine, IDS[:20], 12)
     on = scheduler(engine, 64)
@@ -357,6 +367,7 @@ def test_stop_tokens_and_watched_rows(engine):
     assert {len(c.tokens) for step in steps for c in step if c.request == 1} == {1}
 
 
+@pytest.mark.slow
 def test_after_the_warm_up_nothing_is_compiled(engine):
     fresh = dataclasses.replace(engine)
     on = scheduler(fresh, 8, slots=2, page=32)
@@ -404,7 +415,7 @@ def test_with_a_window_a_text_is_longer_than_its_cache(tmp_path):
             scheduler(small, 2).submit(Request(prompt=turn, max_tokens=10))
 
 
-@pytest.mark.default_cases("int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["int8", "float8"])
 def test_stored_formats_give_nearly_the_same_distribution(engine, kept):
     """Mean divergence over a text that is fed token by token."""
@@ -471,6 +482,7 @@ def test_caches_that_cannot_be_are_refused(engine, more, words):
         loop.make_loop(engine, **more)
 
 
+@pytest.mark.slow
 def test_a_cache_is_as_long_as_the_memory_allows(engine, monkeypatch):
     monkeypatch.setattr(loop.meshes, "device_memory_bytes", lambda mesh: engine.held_bytes + 200_000)
     on = loop.make_loop(engine, slots=8)

@@ -58,6 +58,7 @@ def test_the_nucleus_is_the_smallest_set_that_is_large_enough(top_p, top_k):
     assert kept.any(-1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.8), (0.7, 0.5)])
 def test_draws_follow_the_distribution(temperature, top_p):
     logits = np.random.default_rng(1).normal(size=12)
@@ -109,6 +110,7 @@ def test_next_to_no_temperature_is_next_to_greedy(top_p):
     assert set(draw(logits, TokenSampling(temperature=1e-37, top_p=top_p), 20).tolist()) == {2}
 
 
+@pytest.mark.slow
 def test_a_draw_depends_on_seed_prompt_sample_and_position_alone():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1000)), jnp.float32)
 

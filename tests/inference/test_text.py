@@ -40,6 +40,7 @@ def open_writer(folder, **fields):
     return text.open_writer(model, make_mesh(MeshShape(), jax.devices()[:1]))
 
 
+@pytest.mark.slow
 def test_a_prompt_is_continued(writer):
     (got,) = writer.complete(["ab"], max_tokens=7)
     assert (got.prompt, got.text, got.ended) == ("ab", "cabcabc", "length")

@@ -14,6 +14,7 @@ from scalejax.kernels.flash_attention import api, flash_attention
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

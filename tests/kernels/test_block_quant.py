@@ -43,6 +43,7 @@ def test_narrow_tables_are_quantized_as_the_float32_numbers_that_they_hold(dtype
     assert np.array_equal(fused(table, "int4"), row_oracle.quantize(np.asarray(table.astype(jnp.float32)), "int4"))
 
 
+@pytest.mark.default_cases(first=2)
 @pytest.mark.parametrize("format", ROW_FORMATS)
 def test_decoded_numbers_are_those_of_the_oracle(format):
     table = np.concatenate([CASES[name] for name in ("normal", "spread", "constant", "ties", "zero")])
@@ -69,6 +70,7 @@ def test_errors_stay_within_half_a_step_and_the_rounding_of_scale_and_bias(forma
     assert (error <= span / steps / 2 * (1 + 2.0**-10) + slack).all()
 
 
+@pytest.mark.slow
 def test_broken_rows_decode_to_nan_and_are_counted():
     table = np.ones((6, 8), np.float32) * np.arange(8)
     table[1, 3], table[2, 0], table[3, 5] = np.nan, np.inf, -np.inf
@@ -115,7 +117,7 @@ def test_a_range_of_the_encoder_s_epsilon_has_half_of_the_codes():
     assert rows.codes.tolist() == [[0, 128, 64]]
 
 
-@pytest.mark.default_cases("False-sum-int4", "True-mean-int8_half")
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -153,6 +155,7 @@ LOOKUPS = [(f, p, w) for f in ROW_FORMATS for p in ("sum", "mean") for w in (Fal
 ONE_LOOKUP = ("int4", "mean", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "pooling", "weighted"),
     [case if case == ONE_LOOKUP else pytest.param(*case, marks=pytest.mark.slow) for case in LOOKUPS],

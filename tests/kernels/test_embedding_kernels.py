@@ -58,7 +58,7 @@ def _assert_bags(case, table, stored, weights, pooling, implementation, interpre
     np.testing.assert_allclose(made, numpy_bags(table, case, weights, pooling), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -74,7 +74,7 @@ def test_bags_equal_literal_loops(name, implementation):
     _assert_bags(case, table, table, None, "mean", implementation, True)
 
 
-@pytest.mark.default_cases("long bags-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "interpret"), [SIMULATED[0], pytest.param(*SIMULATED[1], marks=pytest.mark.slow)]
 )
@@ -94,6 +94,7 @@ def test_a_tpu_refuses_more_bags_than_it_has_steps_for():
         )
 
 
+@pytest.mark.default_cases(first=2)
 @pytest.mark.parametrize("dim", [1, 7, 16, 64, 2048])
 def test_a_gpu_takes_rows_of_any_width(dim):
     case = CASES["empty bags"]
@@ -107,7 +108,7 @@ def test_a_tpu_takes_wide_rows_and_many_blocks_of_bags():
     _assert_bags(case, table, table, None, "sum", "pallas_tpu", True)
 
 
-@pytest.mark.default_cases("reference-False", "pallas_tpu-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "interpret"), [("xla", False), ("reference", False), BACKENDS[0], SIMULATED[0]]
 )
@@ -161,7 +162,7 @@ def test_ids_of_64_bits_do_not_wrap_into_rows(implementation, interpret, x64):
     np.testing.assert_array_equal(rows[:, 0], [1, 0, 0, 1])
 
 
-@pytest.mark.default_cases("mean-pallas_gpu-True", "sum-pallas_tpu-interpret2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "interpret"), [*BACKENDS, SIMULATED[0]])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_gradients_equal_those_of_the_reference(implementation, interpret, pooling):
@@ -219,7 +220,7 @@ def _occurrences(count, num_rows, hot, dim=128):
     return rows.astype(np.int32), rng.normal(size=(count, dim)).astype(np.float32)
 
 
-@pytest.mark.default_cases("65-65", "700-600")
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "hot"), [(40, 0), (64, 64), (65, 65), (700, 600), (9000, 8500)])
 def test_sums_of_hot_rows_equal_literal_sums(count, hot):
     rows, grads = _occurrences(count, 30, hot)
@@ -232,6 +233,7 @@ def test_sums_of_hot_rows_equal_literal_sums(count, hot):
     np.testing.assert_allclose(sums, expected, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_sum_of_a_hot_row_does_not_depend_on_the_rest_of_the_batch():
     rows, grads = _occurrences(700, 30, 600)
 
@@ -283,7 +285,7 @@ def _arrays(optimizer, num_rows, dim=128):
             return table, jnp.asarray(rng.random(num_rows), jnp.float32)
 
 
-@pytest.mark.default_cases("adagrad-pallas_gpu-True", "row-wise*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "implementation", "interpret"),
     [
@@ -355,7 +357,7 @@ ENGINE = {
 """Optimizers of the engine: whether each of their states has a number for each column or one for the row."""
 
 
-@pytest.mark.default_cases("pallas_tpu-128-RowwiseAdagrad", "pallas_gpu-4-RowwiseAdagrad", "pallas_gpu-128-Lamb")
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ENGINE)
 @pytest.mark.parametrize(("implementation", "dim"), [("pallas_tpu", 128), ("pallas_gpu", 128), ("pallas_gpu", 4)])
 def test_steps_of_the_embedding_engine_run_inside_kernels(implementation, dim, optimizer):

@@ -15,7 +15,7 @@ from scalejax.kernels.flash_attention import api, blocks, flash_attention, flash
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
-@pytest.mark.default_cases("documents, both ways", "all at once")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_equals_loops_in_float64(name, x64):
     case = CASES[name]
@@ -100,6 +100,7 @@ def small_blocks(monkeypatch):
 FEW = ["all at once"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("implementation", SMALL_BLOCKS)
 def test_interpreted_kernels_equal_the_reference_with_gradients(implementation, name, small_blocks):
@@ -130,6 +131,7 @@ def test_interpreted_kernels_sum_half_precision_in_float32(implementation):
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted_out, atol=3 * 2.0**-8)
 
 
+@pytest.mark.slow
 def test_a_simulated_tpu_reads_nothing_that_was_not_written():
     """Memory that nobody wrote is NaN there, and addresses outside of an array raise."""
     from jax.experimental.pallas import tpu as pltpu
@@ -138,6 +140,7 @@ def test_a_simulated_tpu_reads_nothing_that_was_not_written():
     assert_matches_reference("pallas_tpu", case, interpret=pltpu.InterpretParams())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_operands_are_summed_in_float32(dtype):
     case = CASES["all at once"]
@@ -176,6 +179,7 @@ def test_any_mask_and_shape_equals_the_loops(case):
     np.testing.assert_allclose(out, wanted_out, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cotangent_of_lse_alone_and_of_out_alone():
     case = CASES["documents"]
     operands, masks = arrays(case, jnp.float32)
@@ -189,6 +193,7 @@ def test_a_cotangent_of_lse_alone_and_of_out_alone():
             np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_parts_of_the_keys_merge_to_the_whole_with_gradients():
     """What a ring over keys does: results merged by their lse, through jax's own derivative of the merge."""
     case = Case(batch=2, queries=48, keys=96, offset=48, heads=4, kv_heads=2, width=16)
@@ -216,6 +221,7 @@ def test_parts_of_the_keys_merge_to_the_whole_with_gradients():
         np.testing.assert_allclose(one, two, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_from_a_result_of_all_keys_add_up_over_parts_of_them():
     case = Case(batch=2, queries=48, heads=4, kv_heads=2, width=16)
     (q, k, v), _ = arrays(case, jnp.float32)

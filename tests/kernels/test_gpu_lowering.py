@@ -80,6 +80,7 @@ def test_offsets_into_tables_beyond_32_bits_have_64_bits(name):
     assert "arith.extui" in large or "arith.extsi" in large
 
 
+@pytest.mark.default_cases(first=6)
 @pytest.mark.parametrize("dim", [4, 128])
 @pytest.mark.parametrize("name", ["Sgd", "RowwiseAdagrad", "Adam", "PartialRowwiseLamb", "LarsSgd"])
 def test_steps_of_the_embedding_engine_are_lowered(name, dim):

@@ -47,7 +47,7 @@ def test_picks_equal_a_literal_loop(name, width):
     _assert_equals_loop(csr, presample(csr, width, **RULES[name]), width, RULES[name])
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [8, 600])
 @pytest.mark.parametrize("name", RULES)
 def test_picks_of_the_device_equal_those_of_the_host(name, width):

@@ -33,6 +33,7 @@ def decoded(x, format, seed=None):
     return np.asarray(dequantize(quantize(jnp.asarray(x), format, seed), format))
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_group_of_zeros_stays_one_and_has_the_scale_0(format):
     x = np.zeros((2, 256), np.float32)

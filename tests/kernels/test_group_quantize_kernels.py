@@ -42,6 +42,7 @@ def groups_of(x, format):
     return group_quantize.quantize(x, format, SEED, implementation="xla")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("format", "count", "seed", "transform"),
@@ -59,6 +60,7 @@ def test_quantizing(backend, format, count, seed, transform):
     assert_same(lambda **how: group_quantize.quantize(x, format, seed, transform=transform, **how), backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("format", "count", "transform"),

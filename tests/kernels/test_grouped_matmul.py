@@ -70,6 +70,7 @@ def literal(x, weights, sizes, g):
     return y, to_x, to_weights
 
 
+@pytest.mark.default_cases(first=4)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_products_and_gradients_are_those_of_each_group(x64, sizes, implementation):
@@ -88,6 +89,7 @@ def mlp_case(sizes, dtype=np.float64, rows=32, inner=INNER, outer=OUTER):
     return *(jnp.asarray(a, dtype) for a in (x, gate, up, down)), sizes, jnp.asarray(g, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_gated_mlps_and_gradients_are_those_of_each_group(x64, sizes, implementation):
@@ -121,7 +123,7 @@ def programs(implementation):
     return jax.jit(product), jax.jit(mlp)
 
 
-@pytest.mark.default_cases("*pallas_tpu-float32", "*pallas_gpu-bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("sizes", UNEVEN)

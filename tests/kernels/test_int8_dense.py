@@ -21,6 +21,7 @@ def by_hand(x, weight, low, high):
     return (((q_x - zero) @ q_w) * (float(scale) * scales.astype(np.float64))), q_w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [None, (-1.5, 2.0), (0.5, 3.0)])
 def test_products_are_those_of_integers(limits):
     rng = np.random.default_rng(0)

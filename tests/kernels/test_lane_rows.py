@@ -137,6 +137,7 @@ LOOKUPS = [(f, d) for f in ROW_FORMATS for d in (16, 64, 72, 128, 256)] + [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "dim", "interpret"),
     [("int4", 72, WAIT), *(pytest.param(*case, True, marks=pytest.mark.slow) for case in LOOKUPS)],
@@ -178,6 +179,7 @@ def test_lookups_on_a_simulated_chip(name, interpret):
     assert_lookup(quantized(case.table(24), "int2"), case, None, "sum", interpret)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int4", pytest.param("kmeans2", marks=pytest.mark.slow)])
 def test_every_platform_looks_rows_up_in_lane_rows(format):
     """To the bit; ids that are no rows and a row with a NaN among them."""
@@ -248,6 +250,7 @@ def test_rows_of_another_layout_are_refused_by_name(implementation, pack, words)
         block_quant.quantized_bag(rows, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32), implementation=implementation)
 
 
+@pytest.mark.slow
 def test_codebooks_that_rows_share_are_refused():
     scalar = jnp.zeros((1, 4), jnp.float16)
     shared: Any = block_quant.SharedCodebookRows(

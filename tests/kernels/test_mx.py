@@ -33,7 +33,7 @@ def check_all_maxima(name, rule):
     equal(packed, pack(quantize(x, format, axis=1, scale_rule=rule)))
 
 
-@pytest.mark.default_cases("bdr_mx9", "mxfp4_e2m1")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPONENTS)
 def test_every_bfloat16_as_the_largest_of_a_block_gives_the_codes_of_numerics(name):
     check_all_maxima(name, "floor")
@@ -178,7 +178,7 @@ def exact_product(x, weights):
     return np.asarray(x, np.float64) @ (decoded if weights.axis == -2 else decoded.T)
 
 
-@pytest.mark.default_cases("bdr_mx9-*", "nvfp4-bfloat16-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "product"),
     [
@@ -205,6 +205,7 @@ def test_weights_alone_are_decoded_and_summed_in_float32(name, dtype, product):
     np.testing.assert_allclose(*results, atol=2e-6 * np.abs(results[0]).max())
 
 
+@pytest.mark.slow
 def test_both_packed_of_different_formats():
     x, matrix = numbers((6, 96), seed=2), numbers((96, 32), seed=3)
     x, matrix = jnp.nan_to_num(x), jnp.nan_to_num(matrix)
@@ -304,6 +305,7 @@ def test_an_empty_array_stays_empty():
     np.testing.assert_array_equal(mx.matmul(jnp.zeros((2, 0)), nothing), np.zeros((2, 3)))
 
 
+@pytest.mark.slow
 def test_a_stack_of_tensors_is_decoded_by_the_scale_of_each_and_multiplied_under_vmap():
     x = numbers((16, 4, 16), seed=8) * jnp.arange(1.0, 17)[:, None, None]
     x = jnp.nan_to_num(x)

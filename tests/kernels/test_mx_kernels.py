@@ -86,7 +86,7 @@ def test_roundings_and_rules(backend, name, options):
     check(numbers((6, 96), "bfloat16"), name, 1, backend, **options)
 
 
-@pytest.mark.default_cases("bdr_mx9-1-float32-eight rows-pallas_tpu", "mxfp4_e2m1-1-bfloat16-several tiles-pallas_gpu")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("name", "axis", "dtype", "product"),

@@ -78,6 +78,7 @@ def check(implementation, arrays, dense, tolerance=1e-5, **options):
     np.testing.assert_allclose(lse, want_lse, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.default_cases(first=3)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("implementation", ["reference", "xla", None])
 def test_gathered_pages_are_dense_attention(implementation, window):
@@ -85,7 +86,7 @@ def test_gathered_pages_are_dense_attention(implementation, window):
     check(implementation, arrays, dense, window=window)
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("heads", "page"), [("gqa", 16), ("mha", 64), ("mqa", 64)])
@@ -143,6 +144,7 @@ def test_splits_of_the_keys_change_nothing(implementation, monkeypatch):
     check(implementation, arrays, dense, interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", *KERNELS])
 def test_entries_that_a_row_does_not_use_are_not_seen(implementation):
     """They name a page of another row, whose keys have positions that the row would see."""
@@ -154,6 +156,7 @@ def test_entries_that_a_row_does_not_use_are_not_seen(implementation):
     check(implementation, arrays | {"used": used}, dense, **interpret)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", *KERNELS])
 def test_padding_sees_nothing(implementation):
     arrays, dense, _ = problem()
@@ -162,12 +165,14 @@ def test_padding_sees_nothing(implementation):
     check(implementation, arrays, [kv[:0] for kv in dense], **interpret)
 
 
+@pytest.mark.slow
 def test_the_tpu_kernel_reads_no_memory_that_is_not_its_own():
     """Interpreted with memories and copies of a TPU, in which what was not written is NaN."""
     arrays, dense, used = problem(page=16)
     check("pallas_tpu", arrays | {"used": used}, dense, interpret=pltpu.InterpretParams(detect_races=True))
 
 
+@pytest.mark.slow
 def test_parts_of_the_keys_merge_by_their_log_sum_exps():
     arrays, *_ = problem()
     whole = paged_attention(**arrays)

@@ -72,6 +72,7 @@ def interpreted(monkeypatch):
     kernel.ragged_paged_attention.clear_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "dtype", "window", "gone"),
     [

@@ -88,7 +88,7 @@ def check(ranks, mode, arrays, repeats=1, tolerance=1e-5, **options):
         assert not races_found()
 
 
-@pytest.mark.default_cases("on_wait-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_the_definition_however_copies_run_and_without_a_race(mode, ranks):
@@ -120,10 +120,12 @@ def test_blocks_of_four_devices_whose_tokens_lie_in_their_order(monkeypatch):
         check(4, mode, (*arrays[:3], positions, positions), repeats=2)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     check(2, "on_wait", problem(2, dtype=jnp.bfloat16), tolerance=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["room", "arrival"])
 def test_a_missing_wait_is_found(missing, monkeypatch):
     """What guards the kernel guards this test: without it devices write where others read."""

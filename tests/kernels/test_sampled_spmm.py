@@ -201,6 +201,7 @@ def test_int8_features_equal_scipy_on_the_numbers_that_they_stand_for(implementa
         _close(sampled_spmm(graph, rows, reduce="sum", implementation=implementation), expected)
 
 
+@pytest.mark.slow
 def test_int8_features_pass_gradients_to_values():
     csr = random_csr(0)
     rows = quantize_rows(jnp.asarray(_features(csr)))
@@ -296,7 +297,7 @@ def test_sampled_product_takes_values_of_all_edges(form):
     _close(out, _picked_matrix(csr, 16, rule, np.asarray(values)) @ h)
 
 
-@pytest.mark.default_cases("degrees1")
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [[9, 8, 30, 8, 12], [9, 8, 30, 7, 8, 12, 0, 400, 8]])
 def test_rows_of_few_slots_are_summed_slot_after_slot_on_a_cpu(degrees):
     csr = random_csr(5, degrees=degrees, columns=300)
@@ -389,6 +390,7 @@ def test_picks_under_jit_follow_the_graph_they_are_given():
         _close(out, _picked_matrix(csr, 8, {"strategy": "fastrand"}) @ _features(csr))
 
 
+@pytest.mark.slow
 def test_edge_products_equal_numpy_and_have_gradients():
     csr = random_csr(0)
     p = sparse_plan(csr)
@@ -570,7 +572,7 @@ def test_picks_that_are_traced_are_not_planned():
         jax.jit(lambda e: plan_sample(e).edges)(ell)
 
 
-@pytest.mark.default_cases("int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int8, np.uint64])
 def test_indices_of_any_integer_dtype_pick_the_same_edges(dtype):
     csr = random_csr(5, degrees=[0, 30, 300, 4])
@@ -583,6 +585,7 @@ def test_indices_of_any_integer_dtype_pick_the_same_edges(dtype):
     np.testing.assert_array_equal(sampled_spmm(other, h, 40, strategy="fastrand"), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picked", [lambda csr: presample(csr, 2), lambda csr: plan_sample(presample(csr, 2))])
 def test_a_presampled_graph_without_edges_gives_zeros_with_values_too(picked):
     csr = Csr(np.zeros(4, np.int32), np.zeros(0, np.int32), shape=(3, 5))
@@ -689,7 +692,7 @@ def test_arguments_that_do_not_fit_are_refused(call, message):
         call(sparse_plan(csr), csr, jnp.asarray(_features(csr)))
 
 
-@pytest.mark.default_cases("native")
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nothing_is_promoted_implicitly(implementation, strict_promotion):
     csr = random_csr(0, degrees=[3, 0, 300, 5])
@@ -724,6 +727,7 @@ def test_cusparse_takes_no_more_edges_than_the_matrix_has_places():
         spmm(sparse_plan(csr), jnp.asarray(_features(csr)), implementation="cusparse")
 
 
+@pytest.mark.slow
 def test_an_implementation_of_another_platform_is_refused():
     csr = random_csr(0)
     assert compat.platform() == "cpu"

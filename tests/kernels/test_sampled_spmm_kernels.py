@@ -55,6 +55,7 @@ def _close(ours, theirs, rtol=1e-5):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "interpret"), [*KERNELS, *SIMULATED])
 def test_sums_and_means_of_picked_edges_equal_those_of_xla(implementation, interpret):
     csr = random_csr(0, degrees=SHORT)
@@ -105,6 +106,7 @@ def test_edges_picked_inside_the_gpu_kernel_are_never_written_to_memory():
     assert picked in shapes(implementation="pallas_tpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "interpret"), KERNELS)
 @pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_exact_products_equal_scipy_on_rows_of_every_bin_and_cut_rows(implementation, interpret, weighted):
@@ -140,7 +142,7 @@ def test_a_tpu_sums_wide_features_in_ranges_and_many_slots_in_chunks(implementat
     _close(sampled(ell, h, reduce="sum", implementation=implementation, interpret=interpret), _matrix(ell.to_csr()) @ h)
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "interpret"), [*KERNELS, SIMULATED[0]])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.int8])
 def test_narrow_features_are_summed_in_float32(implementation, interpret, dtype):

@@ -98,6 +98,7 @@ def test_forms_for_a_cpu_are_xla_s_convolution_with_its_gradients(name, x64):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_a_batch_may_be_empty(name):
     kernel, stride, inputs, outputs, side = FORMS[name]

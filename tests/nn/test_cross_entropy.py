@@ -23,7 +23,7 @@ def plain(x, weight, targets, weights):
     return -(jnp.take_along_axis(log, targets[..., None], axis=-1)[..., 0] * weights).sum()
 
 
-@pytest.mark.default_cases("7", "100")
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [1, 3, 7, 100])  # 3 does not divide 7
 def test_value_and_gradients_are_those_of_a_log_softmax(positions, x64):
     x, weight, targets, weights = problem()

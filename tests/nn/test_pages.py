@@ -62,6 +62,7 @@ PIECES = [((16, 8, 16), 16), ((16, 0, 2), 16), ((1, 1, 1), 1), ((3, 0, 0), 16), 
 SHORT_FIRST = [((8, 8, 8), 8), ((16, 0, 9), 16), ((1, 1, 1), 1), ((11, 0, 1), 16), ((1, 0, 1), 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [8, 16])
 def test_pieces_and_single_tokens_equal_dense_attention(page):
     arrays = projections()
@@ -102,6 +103,7 @@ def test_tokens_first_gives_the_same(kept, monkeypatch):
         np.testing.assert_allclose(got[b], want[b], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_pieces_through_a_kernel_that_knows_no_positions_are_the_same(monkeypatch):
     """What TPUs have: pages of all layers, those of a row in the order of its tokens, its queries the last of them."""
     (want, _), other = as_cpus_read(), Rows(3, 40, 8)
@@ -143,7 +145,7 @@ def test_a_table_may_name_pages_of_others_behind_those_of_a_row():
         np.testing.assert_allclose(got[b], want[b, :length], atol=2e-6)
 
 
-@pytest.mark.default_cases("1", "17")
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 5, 17])
 def test_windows(window):
     arrays, rows = projections(), Rows(3, 40, 8)
@@ -160,6 +162,7 @@ def test_windows(window):
     np.testing.assert_allclose(got, want[:, 24:25], atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", KV_FORMATS)
 def test_stored_formats_are_as_near_as_their_steps(kept):
     arrays, rows = projections(), Rows(3, 40, 8)
@@ -193,6 +196,7 @@ def test_a_copy_of_a_page_is_one():
     np.testing.assert_array_equal(copied.positions[:, target], cache.positions[:, source])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", KV_FORMATS)
 def test_what_a_unit_had_before_reaches_nobody_even_if_it_is_not_finite(kept):
     shape = dataclasses.replace(Rows(2, 16, 8).pages, format=kept)

@@ -81,6 +81,7 @@ def arrays(x64):
     return x, rng.standard_normal((TOKENS, EXPERTS)), weights, rng.random(TOKENS) < 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [TOKENS, 4])
 @pytest.mark.parametrize(("k", "scores"), [(1, "sigmoid"), (2, "softmax"), (EXPERTS, "softmax")])
 def test_token_choice_equals_a_loop_over_tokens(arrays, k, scores, capacity):
@@ -129,6 +130,7 @@ def test_expert_choice_equals_the_loop_of_the_paper(arrays, real):
     assert not used[~mask].any()
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_dense_sums(arrays):
     """Against autodiff of a sum over all pairs of tokens and experts, masked by what was chosen."""
     x, logits, weights, real = map(jnp.asarray, arrays)
@@ -197,6 +199,7 @@ def test_a_bias_moves_the_choice_and_no_gate(arrays):
     assert not gradient.any()
 
 
+@pytest.mark.slow
 def test_scores_are_computed_in_float32_and_results_keep_their_dtype():
     rng = np.random.default_rng(4)
     x, logits = (jnp.asarray(rng.standard_normal((TOKENS, n)), jnp.bfloat16) for n in (WIDTH, EXPERTS))
@@ -250,6 +253,7 @@ def test_more_choices_than_experts_are_refused(k):
         routing.choose_experts(jnp.zeros((2, EXPERTS)), jnp.ones(2, bool), k=k)
 
 
+@pytest.mark.slow
 def test_noise_smooths_a_sigmoid_by_the_logistic_distribution(x64):
     """E sigmoid(x + G' - G'') = e^x (e^x - x - 1) / (e^x - 1)^2, and 1/2 at 0."""
     like = jnp.zeros((4, 200_000, 1))

@@ -31,6 +31,7 @@ def test_largest_magnitudes_are_those_of_numpy():
             np.testing.assert_array_equal(largest(broken, axes), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled_as_users_do
 def test_largest_magnitudes_of_rows_are_those_of_numpy():
     largest = jax.jit(bits.largest_of_rows)

@@ -13,6 +13,7 @@ from scalejax.numerics import elements
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
+@pytest.mark.slow
 def test_elements_are_those_of_ml_dtypes():
     """All bfloat16 and a million float32 within the range, and saturation beyond it."""
     x = np.concatenate([format_cases.all_bfloat16(), format_cases.random_bits(1 << 10, 1 << 10, seed=1).ravel()])

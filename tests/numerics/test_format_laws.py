@@ -20,7 +20,7 @@ EXPONENTS = [name for name, format in FORMATS.items() if format.scale == "expone
 SYMMETRIC = ("ties_to_even", "ties_away", "toward_zero")
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 @pytest.mark.parametrize("name", [*OCP, "bdr_mx9", "bdr_mx6", "bdr_mx4"])
 def test_casting_twice_is_casting_once(name, rule):
@@ -82,6 +82,7 @@ def test_zeros_stay_zeros(name):
     np.testing.assert_array_equal(np.asarray(api.dequantize(got)), 0)
 
 
+@pytest.mark.default_cases(first=9)
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_not_finite_poisons_its_block_and_no_other(name):
     format = format_cases.small(name)
@@ -134,6 +135,7 @@ def test_stochastic_rounding_is_right_on_average_and_the_others_are_not(rounding
     assert error < 0.02 if rounding == "stochastic" else error > 0.2
 
 
+@pytest.mark.default_cases(first=4)
 @pytest.mark.parametrize(
     ("name", "rule", "mean"),
     [
@@ -184,7 +186,7 @@ def test_blocks_lie_along_any_axis(name):
         )
 
 
-@pytest.mark.default_cases("bdr_mx9", "nvfp4")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bdr_mx9", "mxfp8_e4m3", "nvfp4"])
 def test_padding_changes_no_scale_and_is_cut_off_again(name):
     k1 = FORMATS[name].k1
@@ -229,6 +231,7 @@ def test_no_program_gathers_or_takes_logarithms():
             assert primitive not in text, (name, primitive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_blocks_lie_within_shards_or_are_refused(axis_type):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis_type,))
@@ -270,6 +273,7 @@ def test_arrays_without_entries_have_codes_without_entries(name):
         assert got.codes.shape == api.dequantize(got).shape == shape
 
 
+@pytest.mark.slow
 def test_a_stack_of_tensors_has_the_scale_of_each():
     """As many tensors as a block has values: the scales would broadcast along the block, too."""
     x = jnp.asarray(

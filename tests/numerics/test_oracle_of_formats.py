@@ -11,6 +11,7 @@ import pytest
 from scalejax.numerics.formats import FORMATS
 
 
+@pytest.mark.default_cases(first=12)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_oracle_equals_definitions_in_fractions(name):
     format = format_cases.small(name)

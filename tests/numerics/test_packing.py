@@ -64,7 +64,7 @@ def test_layouts_as_documented():
     assert [int(b) for b in pack_bits(jnp.array([1, 2, 3, 0], jnp.uint8), 2, axis=0)] == [0b00_11_10_01]
 
 
-@pytest.mark.default_cases("bdr_mx6", "vsq6", "mxfp6_e2m3")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_unpacking_gives_what_was_packed(name):
     format = format_cases.small(name)
@@ -100,6 +100,7 @@ def test_any_axis_packs_in_place():
     equal(unpack_blocks(data, "bdr_mx6", axis=1, length=64), quantized)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "m"), [("bdr_mx9", 18, 7), ("bdr_mx6", 12, 4), ("bdr_mx4", 8, 2)])
 def test_the_bytes_of_an_isca_block(name, size, m):
     x = np.zeros(16, np.float32)

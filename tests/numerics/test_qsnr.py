@@ -32,6 +32,7 @@ def test_the_paper_s_sensitivities_are_reproduced(name):
     assert abs(qsnr.study(format, vectors()).overall - expected) < 0.05
 
 
+@pytest.mark.slow
 def test_the_three_formats_of_the_paper_on_a_tenth_of_the_vectors():
     """MX9 is 3.6 dB above MSFP16, as published, and MX6 between the two formats of 8 bits."""
     # Ten times fewer vectors: three times the spread.
@@ -59,7 +60,7 @@ def worst_start(format, rng, count):
     return x * rng.choice([-1, 1], x.shape)
 
 
-@pytest.mark.default_cases("bdr_mx9", "bdr_mx4", "msfp12")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "format",
     [

@@ -178,7 +178,7 @@ def test_nvfp4_by_a_given_scale_of_the_tensor():
         np.testing.assert_array_equal(np.asarray(api.dequantize(got)), want.values)
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["bdr_mx9", "mxfp4_e2m1", "nvfp4", "int8"])
 def test_sixteen_bit_inputs_are_the_same_numbers(name, dtype):

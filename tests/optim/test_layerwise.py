@@ -81,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default_cases(first=2)
 @pytest.mark.parametrize(("kind", "changes", "bounds"), CASES)
 def test_they_equal_their_equations_in_float64(kind, changes, bounds, x64):
     params, grads = inputs()
@@ -204,7 +205,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.default_cases("optimizer0", "optimizer3")
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_layers_in_one_array_step_as_layers_by_themselves(optimizer):
     params, grads = layers()

@@ -219,7 +219,7 @@ def sent(ranks, method, dtype, *, gradients, compiled):
     return kinds
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["stated", "compiled"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("method", METHODS)

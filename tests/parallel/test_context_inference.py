@@ -103,7 +103,7 @@ def run(method, mesh, arrays, **options):
         return jax.jit(functools.partial(method, **options))(**arrays)
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -114,6 +114,7 @@ def test_a_prefill_of_tokens_anywhere_is_dense_attention(method, ranks, heads, w
     assert_dense(got, by_query, parts, 1e-5, window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "ranks", "width", "dtype"),
     [
@@ -142,7 +143,7 @@ def test_random_ragged_batches(method, seed):
     assert_dense(run(PREFILLS[method], mesh_of(4), arrays), by_query, parts, 1e-5)
 
 
-@pytest.mark.default_cases("pass_q-2", "pass_kv-1")
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2], ids=["1", "2"])
 @pytest.mark.parametrize("method", [*PREFILLS, "decode"])
 def test_heads_over_tensor_and_rows_over_fsdp_beside_context(method, kv_heads):
@@ -169,7 +170,7 @@ def check_decode(ranks, mesh, rows, heads=(4, 2), spread=None, **options):
 DECODED = [(30, 1), (0, 1), (0, 0), (7, 1), (64, 1), (1, 1), (2, 1), (19, 1)]
 
 
-@pytest.mark.default_cases("4-last", "2-window")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["even", "last", "window"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_decode_asks_each_device_for_the_keys_of_its_rows(ranks, case):
@@ -193,6 +194,7 @@ def parts_of(count, rng, rows=3):
     return each, attend(k, v, kv_segment_ids=jnp.asarray(keys))
 
 
+@pytest.mark.slow
 def test_merging_is_associative_and_commutative_and_what_sees_nothing_is_neutral():
     (a, b, c), whole = parts_of(3, np.random.default_rng(3))
     assert np.isneginf(a[1][0]).all()  # which row 0 of `a` is
@@ -229,7 +231,7 @@ def travelling(method):
     return 3 if method == "pass_kv" else 2
 
 
-@pytest.mark.default_cases("pass_kv-4", "pass_q-4", "decode-4")
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("method", [*PREFILLS, "decode"])
 def test_a_compiled_program_has_one_transfer_less_than_devices_of_each_array(method, ranks):
@@ -316,6 +318,7 @@ def test_a_ring_of_many_devices_is_a_loop_and_gives_the_same(monkeypatch):
     assert_dense(run(inference.sharded_pass_q, mesh_of(4), arrays), by_query, parts, 1e-5)
 
 
+@pytest.mark.slow
 def test_for_a_shard_map_of_ones_own():
     """As an engine calls it: `context` is manual already, and arrays are those of a device."""
     mesh = mesh_of(4)
@@ -329,6 +332,7 @@ def test_for_a_shard_map_of_ones_own():
     assert_dense(jax.jit(sharded)(*arrays.values()), by_query, parts, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_decode_over_pages_of_each_device():
     """With a kernel that gives a log-sum-exp, each device has a table of its own pages for all rows."""
     ranks, page, kv_heads = 4, 16, 2
@@ -379,6 +383,7 @@ def test_positions_of_keys_do_not_mix_with_segments():
         context_attention(x, x, x, positions=ids, key_positions=ids, segment_ids=ids)
 
 
+@pytest.mark.slow
 def test_no_mesh_is_a_mistake_of_the_caller():
     arrays, *_ = problem(1, rows=[(0, 1)])
     with pytest.raises(UserError, match=r"mesh in force must have the axis context; got no mesh\. Call under"):

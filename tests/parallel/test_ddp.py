@@ -116,6 +116,7 @@ TREE = sorted([(512 + 32 + 96, 1), (3072, 1), (3072, 1), (512, 1)])
 BLOCKS = sorted([(512 + 32, 1), (32, 3), (1024, 3), (1024, 3), (512, 1)])
 
 
+@pytest.mark.slow
 def test_buckets_are_stated_one_all_reduce_each():
     assert reductions(bucket_program.collectives(CAP, "local", 2)["stated"]) == TREE
     assert reductions(bucket_program.collectives(CAP, "communicate", 1)["stated"]) == BLOCKS
@@ -123,6 +124,7 @@ def test_buckets_are_stated_one_all_reduce_each():
     assert sum(size * count for size, count in BLOCKS) == sum(parameter_bytes().values())
 
 
+@pytest.mark.slow
 def test_gradients_of_all_parts_are_reduced_once_or_in_each():
     once = reductions(bucket_program.collectives(CAP, "local", 4)["stated"])
     each = reductions(bucket_program.collectives(CAP, "communicate", 4)["stated"])
@@ -134,6 +136,7 @@ def test_one_bucket_for_everything_is_one_all_reduce():
     assert reductions(bucket_program.collectives(2**20, "local", 1)["stated"]) == [(sum(parameter_bytes().values()), 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "parts", "expected"),
     [("local", 2, TREE), pytest.param("communicate", 1, BLOCKS, marks=pytest.mark.slow)],
@@ -243,6 +246,7 @@ def test_a_replica_that_differs_in_one_bit_is_found_by_name(mesh):
     assert {path: bool(d) for path, d in found.items()} == {"good": False, "bad": True}
 
 
+@pytest.mark.slow
 def test_shards_are_compared_with_their_copies_alone(mesh):
     x = np.arange(8, dtype=np.float32)
     sharding = NamedSharding(mesh, P("fsdp"))
@@ -254,6 +258,7 @@ def test_shards_are_compared_with_their_copies_alone(mesh):
         assert bool(ddp.differing({"w": array}, {"w": P("fsdp")}, mesh)["w"]) == differs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divisor", ["global", "local"])
 def test_replicas_stay_equal_unless_each_divides_by_its_own_count(mesh, divisor):
     # The mistake of a mean of means: devices divide the same sum by different counts.

@@ -147,6 +147,7 @@ def test_equals_one_device_for_fifty_steps(sharding, mode, optimizer):
     assert_equals_one_device(sharding, mode, optimizer, "replica2-fsdp4", parts=2, steps=50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Fsdp(form="explicit"), Ddp()], ids=["full", "ddp"])
 def test_every_device_and_part_draws_with_a_key_of_its_own(strategy):
     def loss(params, batch, key, gather):
@@ -251,7 +252,7 @@ def test_refuses_a_batch_that_does_not_divide():
         fsdp.gradients(residual_stack.loss, Fsdp(), mesh=mesh, specs=specs, parts=0)
 
 
-@pytest.mark.default_cases("explicit")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["explicit", "implicit"])
 def test_masters_stay_wide_while_narrow_copies_travel(form):
@@ -272,7 +273,7 @@ def test_masters_stay_wide_while_narrow_copies_travel(form):
         assert np.abs(np.asarray(g) - np.float32(g)).max() > 0 or form == "implicit" or g.ndim == 1
 
 
-@pytest.mark.default_cases("FULL_SHARD-explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize(("sharding", "form"), [("FULL_SHARD", "explicit"), ("HYBRID_SHARD", "implicit")])
 def test_float16_overflow_on_one_device_skips_the_step_everywhere(sharding, form):
     mesh = meshes.make_mesh(MeshShape(replica=2, fsdp=4))
@@ -354,6 +355,7 @@ def test_sharded_initialisation_never_holds_a_whole_parameter():
     assert "256,512]" not in compiled.as_text()
 
 
+@pytest.mark.slow
 def test_refuses_random_numbers_that_depend_on_the_sharding():
     mesh = meshes.make_mesh(MeshShape(fsdp=8))
     with jax.threefry_partitionable(False), pytest.raises(UserError, match="jax_threefry_partitionable is off"):

@@ -97,6 +97,7 @@ def steps(what, count=3):
     return losses, jax.tree.map(np.asarray, params), kinds, {p.sharding.memory_kind for p in params.values()}
 
 
+@pytest.mark.slow
 def test_training_with_offloaded_state_equals_training_without():
     losses, params, *_ = steps("none")
     for what, param_kind in (("optimizer", "device"), ("optimizer and parameters", "pinned_host")):

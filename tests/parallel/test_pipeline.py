@@ -66,7 +66,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.default_cases("remat-stage2-tensor2-1")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("shape", "parts"), [("stage4", 4), ("stage4", 8), ("stage8", 2), ("stage2-tensor2", 1)])
 @pytest.mark.parametrize("remat", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["remat", "no remat"])

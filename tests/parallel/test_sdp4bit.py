@@ -118,6 +118,7 @@ def relative_error(found):
     return float(np.sqrt(missed / sum((x**2).sum() for x in exact.values())))
 
 
+@pytest.mark.slow
 def test_the_transform_halves_the_error_of_heavy_tails():
     """Both hops in 4 bits: with 8 in the first the second alone would count."""
     four = {"fast_bits": 4, "slow_bits": 4}
@@ -154,6 +155,7 @@ def test_the_transform_helps_heavy_tails_with_eight_bits_within_hosts():
     assert rotated < 0.9 * plain
 
 
+@pytest.mark.slow
 def test_rounding_is_right_on_average_and_differs_from_step_to_step():
     run, params, given = prepared(Sdp4Bit())
     state = jax.jit(run.init_exchange)(params)
@@ -213,6 +215,7 @@ def test_masters_of_sixteen_bits_before_and_after_that_step():
         assert 0 < np.abs(np.asarray(before[path] - after[path], np.float32)).max() < 30
 
 
+@pytest.mark.slow
 def test_parts_are_added_up_before_they_travel():
     """The same sum in one part and in four gives the same bits."""
     strategy = Sdp4Bit()
@@ -254,6 +257,7 @@ def updates(strategy, steps, mesh=None, spoil=None):
     return state, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["differences", pytest.param("quantized", marks=pytest.mark.slow)])
 def test_copies_are_the_same_bits_on_every_device_after_many_steps(weights):
     state, _ = updates(Sdp4Bit(weights=weights), 100)
@@ -264,6 +268,7 @@ def test_copies_are_the_same_bits_on_every_device_after_many_steps(weights):
         assert copy.value.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_what_a_difference_left_out_is_in_the_next_one():
     """Copies stay near masters that walk away, by about the rounding of one step; quantized weights do not."""
     _, seen = updates(Sdp4Bit(param_dtype=None), 60)
@@ -361,6 +366,7 @@ DIFFERENCES = Sdp4Bit(weight_group=32, fast_group=32, slow_group=32, param_dtype
 QUANTIZED = dataclasses.replace(DIFFERENCES, weights="quantized")
 
 
+@pytest.mark.slow
 def test_quantized_weights_stay_at_the_start_where_differences_move():
     """The first of 32 is 1, so that all below 1 / 14 are 0 to nearest; they are pulled to .05."""
     optima = np.tile(np.where(np.arange(256) % 32 == 0, 1, 0.05), (8, 1))
@@ -401,6 +407,7 @@ def test_copies_stay_as_they_were_where_a_master_is_not_finite(weights):
             np.testing.assert_array_equal(np.asarray(shard.data), seen[1][1][path])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_seen_by_its_owners():
     run, params, given = prepared(Sdp4Bit())
     spoilt = {path: np.array(x) for path, x in given.items()}

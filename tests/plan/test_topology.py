@@ -90,6 +90,7 @@ def test_reads_which_libtpu_jax_pins():
     assert topology.libtpu_wanted().startswith("0.0.")
 
 
+@pytest.mark.slow
 def test_importing_the_package_needs_no_libtpu():
     code = (
         "import sys, importlib.abc\n"

@@ -8,7 +8,7 @@ from scalejax.configs.recsys import _flights, dlrm
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 
-@pytest.mark.default_cases("4-TOWERS")
+@pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "towers"), [(2, "TOWERS"), (4, "TOWERS"), (2, "TWO_TOWERS")])
 def test_pooled_vectors_alone_cross_between_hosts(hosts, towers):
     """With as many features a device, and with 4 and 5 of 8 on hosts of 4, where blocks are of the larger size."""

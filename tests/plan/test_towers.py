@@ -29,7 +29,7 @@ def found(rows, costs=None, **options):
     return Partitioner(**{"towers": 4, **options}).partition(names, towers.interactions([rows]), given)
 
 
-@pytest.mark.default_cases("0", "1", "2", "3", "4")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_planted_groups_are_the_coherent_towers(seed):
     rows, truth = planted(seed)
@@ -124,7 +124,7 @@ def test_forty_features_of_uneven_cost_are_placed_in_a_bounded_number_of_nodes(n
     assert paid.max() <= 1.1 * costs.sum() / 8
 
 
-@pytest.mark.default_cases("*-0", "*-1", "*-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("distance", ["coherent", "diverse"])
 def test_no_partition_in_turn_or_at_random_of_equal_sizes_has_a_smaller_objective(seed, distance):

@@ -207,6 +207,7 @@ def test_tables_go_on_to_the_bit_and_the_model_computes_what_it_did(rows, tmp_pa
             assert abs(losses[0] / losses[1] - 1) > 1e-5
 
 
+@pytest.mark.slow
 def test_each_width_is_compiled_once(whole):
     _, _, names = whole
     starts = [0, *(n for n, name in enumerate(names) if name.startswith("phase ")), len(names)]
@@ -294,6 +295,7 @@ def test_units_that_were_cut_come_back_as_they_were_although_few_checkpoints_are
     assert came - cut == kept
 
 
+@pytest.mark.slow
 def test_units_come_back_where_the_model_also_changes_in_what_no_state_shows(rows, tmp_path):
     cut, grown = alternating(rows, "resume", schedule=((2, 1.0), (3, 0.5), (1, 1.0)), checkpoints__keep_last=1).phases
     grown = dataclasses.replace(grown, changes={**grown.changes, "model.dropout": 0.1})
@@ -304,6 +306,7 @@ def test_units_come_back_where_the_model_also_changes_in_what_no_state_shows(row
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal()) == [2, 5, 6]
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_where_others_shrink_and_grow(rows, tmp_path):
     schedule = ((2, 1.0), (2, 0.5), (2, 1.0))
     experiment = alternating(rows, schedule=schedule, trainable="top/.*", checkpoints__keep_last=9)
@@ -325,6 +328,7 @@ def test_what_is_set_of_the_model_holds_in_all_phases(rows):
     assert phases.resolved(experiment)[0].schedule != phases.resolved(alternating(rows))[0].schedule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("widths", "wanted"), [("64,32", [64, 64, 64]), ("128,32", [128, 120, 128]), ("8,8", [8, 8, 8])]
 )
@@ -417,6 +421,7 @@ def test_a_run_goes_on_with_no_other_schedule(rows, ended, other):
         loop.train(alternating(rows, **other), workdir=ended, resume="must")
 
 
+@pytest.mark.slow
 def test_a_schedule_is_what_phases_make_of_the_model(rows):
     own = phases.resolved(alternating(rows, schedule=((4, 1.0), (3, 0.5), (2, 1.0)), score="taylor"))
     assert {phase.schedule for phase in own} == {

@@ -106,6 +106,7 @@ def test_auxiliary_routers_are_for_the_choice_that_was_trained():
         AddAuxiliaryRouters().operate(trained, fresh)
 
 
+@pytest.mark.slow
 def test_a_llama_goes_on_as_a_mixtral_in_a_phase(tmp_path):
     """With the examples that follow, and an optimizer that begins anew."""
     texts = small.write(tmp_path / "documents")

@@ -164,6 +164,7 @@ def test_the_hidden_layers_are_those_of_all_mlps_of_a_model(config):
     assert len(found) == len(wanted) > 0
 
 
+@pytest.mark.slow
 def test_mlps_that_are_stacked_over_towers_keep_their_units():
     machine = FactorizationMachine(outputs=2, rank=2, hidden=(6,))
     towers = TowersConfig(base=DLRM, towers=Partition(towers=(("a",), ("b", "c", "d"))), modules=(machine,))
@@ -198,6 +199,7 @@ def test_the_norm_score_is_the_product_of_norms_and_knows_no_scale_of_a_relu():
     np.testing.assert_allclose(units.norm_scores(other, layer), scores, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_taylor_score_adds_the_squares_of_what_the_loss_changes_by_without_each_weight(x64):
     model = DLRM.build(SCHEMA, nnx.Rngs(0), nn.Dtypes(jnp.float64, jnp.float64))
     shape = ModelShape.of(model)
@@ -272,6 +274,7 @@ def test_a_cut_takes_the_best_units_with_their_moments_and_counts(halves):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", ["each", "one"])
 def test_a_cut_by_the_taylor_score_goes_by_the_mean_of_squared_gradients(counts):
     """Against Adam's second moments in NumPy, of the gradients of each step."""
@@ -330,6 +333,7 @@ def test_new_units_are_not_cut_because_their_second_moments_are_young(b2):
             np.testing.assert_array_equal(made[f"optimizer.0.count.{layer.bias}"], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["norm", "taylor"])
 def test_a_cut_and_a_growth_that_resumes_are_the_identity(score, halves):
     _, _, wide, narrow = halves
@@ -406,6 +410,7 @@ def mask(params, kept):
     return units.put(units.cut(ones, kept), kept, zeros)
 
 
+@pytest.mark.slow
 def test_steps_with_masked_units_are_the_steps_of_the_model_without_them(halves, x64):
     """In float64: sums have another order, and Adam makes steps of any size of what is left of gradients near zero."""
     full, half, _, _ = halves
@@ -428,6 +433,7 @@ def test_steps_with_masked_units_are_the_steps_of_the_model_without_them(halves,
     assert moved > 1e-2
 
 
+@pytest.mark.slow
 def test_new_units_have_a_bias_correction_of_their_own():
     """Against Adam in NumPy, of numbers of which some begin after three steps and some come back after a rest."""
     rng, transformation = np.random.default_rng(0), dataclasses.replace(EACH, weight_decay=0.0).build(20)
@@ -541,6 +547,7 @@ def test_a_cut_changes_the_output_by_at_most_the_norms_of_the_removed_contributi
     assert (np.linalg.norm(y - cut(14, 7)[-1], axis=1) <= bound + seen + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_mistakes_are_named():
     full, half = HALF["DLRM"]
     deeper = dataclasses.replace(half, top_hidden=(8, 6, 6))

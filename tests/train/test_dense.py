@@ -51,6 +51,7 @@ def batch_of(data, program):
     return convert.to_device(next(data.train_batches(start_example=0)), program)
 
 
+@pytest.mark.slow
 def test_a_step_is_the_optimizer_on_the_gradient_of_the_mean_over_all_targets(texts, x64):
     experiment = small.experiment(texts, gradients__clip=None, precision=Precision(params="float64"))
     program, data = program_of(experiment)
@@ -272,6 +273,7 @@ def test_batches_without_a_target_are_named_as_what_they_are(texts, tmp_path, mo
         assert not list(tmp_path.glob("*/checkpoints/[0-9]*"))
 
 
+@pytest.mark.slow
 def test_mistakes_are_named(texts):
     experiment = small.experiment(texts)
     longer = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, length=128))

@@ -266,6 +266,7 @@ def test_a_checkpoint_of_a_scaled_loss_is_told_from_one_without(texts):
     assert [run.identity()["optimizer"] for run in runs] == ["AdamW", "AdamW of a scaled loss"]
 
 
+@pytest.mark.slow
 def test_named_options_reach_the_compiler_of_their_platform_alone(texts, monkeypatch):
     monkeypatch.setitem(xla_flags.SETS, "cpu-odd", xla_flags.FlagSet("cpu", "", (("xla_go_faster", True),)))
     names = ("gpu-latency-hiding", "tpu-async-collectives")
@@ -281,6 +282,7 @@ def test_named_options_reach_the_compiler_of_their_platform_alone(texts, monkeyp
         program.eval_step(program.init(), convert.to_device(next(run.data.train_batches(start_example=0)), program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

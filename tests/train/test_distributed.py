@@ -47,6 +47,7 @@ def test_a_silent_coordinator_is_one_message_instead_of_an_abort():
         distributed.initialize(f"127.0.0.1:{port}", 2, 1, timeout_s=1)
 
 
+@pytest.mark.slow
 def test_a_process_without_a_cluster_stays_alone():
     script = (
         "from scalejax.train import distributed as d; d.initialize(None, None, None); import jax; "

@@ -50,6 +50,7 @@ def whole(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     return loop.train(gcn(path, checkpoints=EVERY), workdir=tmp_path_factory.mktemp("whole"), recipe="gcn")
 
 
+@pytest.mark.slow
 def test_a_gcn_learns_what_features_alone_do_not_say(whole: dict[str, Any]) -> None:
     closing, folder = whole, pathlib.Path(whole["run_folder"])
     assert closing["test_accuracy"] > 0.8
@@ -190,6 +191,7 @@ def _first_losses(experiment: Experiment) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

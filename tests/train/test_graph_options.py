@@ -127,6 +127,7 @@ def test_a_scaled_loss_that_never_overflows_changes_nothing(path: str, x64: None
     _same(_trained(scaled), _trained(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, pytest.param(MeshShape(), marks=pytest.mark.slow)])
 def test_float16_learns_under_a_scaled_loss_and_skips_what_overflows(mesh: MeshShape | None, path: str) -> None:
     scaling = LossScaling(initial=2.0**40, interval=100)

@@ -41,6 +41,7 @@ def stepped(texts, optimizer, devices, **changes):
     return before, state, program
 
 
+@pytest.mark.slow
 def test_a_step_of_lamb_moves_every_layer_by_the_same_share_of_its_norm(texts):
     before, state, program = stepped(texts, optim.Lamb(learning_rate=optim.Constant(value=RATE)), 8)
     assert program.model.stacked == {name: 1 for name in before if name.startswith("layers/")}

@@ -91,6 +91,7 @@ def test_summary_has_what_the_closing_table_shows_and_all_of_it_is_finite(traine
     assert summary["table_parameters"] == 8 * sum(feature.rows for feature in small_run.FEATURES)
 
 
+@pytest.mark.slow
 def test_windows_and_evaluations_come_at_their_intervals_and_at_the_end(trained):
     folder, _ = trained
     assert [(r["step"], r["examples_seen"]) for r in windows(folder)] == [(4, 256), (8, 512), (12, 768)]
@@ -262,6 +263,7 @@ def test_progressive_validation_needs_data_in_time_order(rows, tmp_path):
         loop.train(experiment, workdir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_earlier_checkpoints(rows, run):
     diverging = small_run.experiment(
         rows,
@@ -407,6 +409,7 @@ def test_a_run_that_ends_at_its_first_step_has_a_report(rows, trained, tmp_path)
     assert comparison.write_comparison([run, trained[0]], tmp_path / "both.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"checkpoints": Checkpoints(every=0)}, {"evaluation__every": 0}])
 def test_ending_early_needs_evaluations_and_checkpoints(rows, changes):
     with pytest.raises(ValueError, match="patience"):

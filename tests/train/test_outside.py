@@ -50,6 +50,7 @@ def stored(experiment, folder, devices=None):
     return jax.tree.map(np.asarray, tree), host
 
 
+@pytest.mark.slow
 def test_it_learns_and_its_own_metric_and_picture_are_in_the_run(trained):
     folder, summary = trained
     assert summary["test_accuracy"] > 0.8
@@ -283,6 +284,7 @@ def test_fields_that_do_not_fit_are_named(user, batch, message):
         convert.to_device({**rest, **batch}, built)
 
 
+@pytest.mark.slow
 def test_arrays_are_shuffled_by_epoch_and_cut_over_processes():
     arrays = {"x": np.arange(10)}
     data = ArrayDataSet({"train": arrays, "test": arrays}, batch_size=4, seed=3)

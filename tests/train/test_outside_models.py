@@ -148,7 +148,7 @@ def test_it_learns_more_than_is_trivial(runs, name):
     assert value.removeprefix("test_") in [measure["name"] for measure in measures]
 
 
-@pytest.mark.default_cases("segmenter")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNS)
 def test_a_run_in_two_halves_has_the_same_bits(runs, name, tmp_path):
     experiment, folder, summary = runs(name)
@@ -177,6 +177,7 @@ def test_a_file_is_one_recipe_whose_record_says_all(name):
     assert as_data.same(serialization.reload(written, recipe=path), recipe(name, model__width=16))
 
 
+@pytest.mark.default_cases(first=5)
 @pytest.mark.parametrize("name", LEARNS)
 def test_a_plan_knows_its_step_from_the_schema_alone(name):
     experiment = recipe(name)
@@ -228,14 +229,14 @@ FORMS = [
 ]
 
 
-@pytest.mark.default_cases("detector-explicit")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_eight_devices_learn_what_one_does(of_one_device, name, form):
     assert_close(of_devices(name, 8, STRATEGIES[form]), of_one_device(name))
 
 
-@pytest.mark.default_cases("detector")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LEARNS)
 def test_an_evaluation_is_the_same_on_eight_devices_and_in_batches_of_another_size(name):
@@ -278,6 +279,7 @@ def dice(logits, labels, weights):
     return 2 * both / (marked + labelled)
 
 
+@pytest.mark.slow
 def test_dice_is_of_each_case_and_what_fills_up_a_batch_is_no_case(runs):
     experiment, folder, summary = runs("segmenter")
     run, state, _ = restored(experiment, folder)
@@ -374,6 +376,7 @@ def test_boxes_that_are_not_there_teach_nothing_and_are_not_to_be_found():
     assert_same_bits(*(arrays(state) for state, _ in found))
 
 
+@pytest.mark.slow
 def test_lesions_are_found_by_the_three_best_cells(runs):
     experiment, folder, summary = runs("detector")
     run, state, _ = restored(experiment, folder, experiment.steps // 2)
@@ -392,6 +395,7 @@ def test_lesions_are_found_by_the_three_best_cells(runs):
 # A diffusion model.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_noise_of_an_evaluation_is_that_of_each_example():
     run = wide("diffusion", 8)
@@ -458,6 +462,7 @@ def test_negatives_are_those_of_the_whole_batch(form):
 # Parameters that are not trained.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "trained"), [("inversion", {"token"}), ("preferences", {"policy/embedding", "policy/head"})]
 )
@@ -475,6 +480,7 @@ def test_what_is_frozen_keeps_its_bits_and_has_no_state(runs, name, trained):
     assert sum(leaf.size for _, leaf in leaves if leaf.ndim) == 2 * sum(begun.params[path].size for path in trained)
 
 
+@pytest.mark.slow
 def test_a_policy_begins_as_its_reference_and_its_average_is_scored(runs):
     experiment, folder, summary = runs("preferences")
     run, state, _ = restored(experiment, folder)

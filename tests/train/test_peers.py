@@ -97,6 +97,7 @@ def test_the_steps_of_another_run_count_anew():
     assert alone.reached(1) == peers.END
 
 
+@pytest.mark.slow
 def test_absent_processes_are_named_to_those_that_came():
     port, said = free_port(), {}
 
@@ -155,7 +156,7 @@ def test_what_is_no_process_of_the_job_is_sent_away():
         assert accepted.getpeername() == connection.getsockname()
 
 
-@pytest.mark.default_cases("killed", "silent")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "status", "said"),
     [
@@ -182,6 +183,7 @@ def test_a_process_that_is_gone_ends_the_others_with_a_line(other, status, said)
     assert re.search(said, message)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_with_an_error_keeps_its_status_when_the_others_go():
     port = free_port()
     body = "peers.job.present(peers.job.token); peers.job.leave(2); time.sleep(2); sys.exit(2)"

@@ -245,6 +245,7 @@ def test_an_earlier_step_is_scored_with_the_model_of_its_phase(user, whole):
         assert (found["steps"], found["examples"]) == (step, step * 32)
 
 
+@pytest.mark.slow
 def test_a_run_may_begin_with_a_surgery_of_another(user, whole, tmp_path):
     source = changed(user.shapes(), steps=3)
     loop.train(source, workdir=tmp_path / "source")
@@ -485,6 +486,7 @@ def test_an_experiment_with_phases_is_data(user):
     assert as_data.diff(experiment, changed(experiment, phases=experiment.phases[:1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "message"),
     [

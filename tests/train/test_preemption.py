@@ -180,6 +180,7 @@ with preemption.Preemption(deadline=deadline and time.time() + deadline, grace_s
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grace", "trained", "deadline", "signals", "status", "said"),
     [

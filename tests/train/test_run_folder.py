@@ -52,6 +52,7 @@ def test_a_second_writer_is_refused_naming_the_first(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_killed_writer_frees_the_folder_and_leaves_whole_lines(tmp_path, monkeypatch):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
@@ -196,6 +197,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "expected"), [("true", "the disk is full"), ("mount -o remount,ro", "the file system is read-only")]
 )

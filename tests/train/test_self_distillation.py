@@ -123,6 +123,7 @@ def test_the_weight_of_soft_labels_grows_as_a_cosine():
     assert (np.diff(found) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [2, 3])
 def test_smc_is_cross_entropy_and_the_distance_to_what_waits(channels):
     learning = Smc(channels=channels, alpha=0.8, temperature=1.7)
@@ -290,6 +291,7 @@ def test_eight_devices_learn_what_one_does(name, form):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), found[1][1], found[0][1])
 
 
+@pytest.mark.slow
 def test_what_waits_lies_where_its_examples_lie_and_is_not_gathered():
     run = bound(recipe(Smc(), strategy=Fsdp(form="explicit")), 8)
     state = run.program.init()
@@ -301,7 +303,7 @@ def test_what_waits_lies_where_its_examples_lie_and_is_not_gathered():
     assert not gathered
 
 
-@pytest.mark.default_cases("smc")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smc", "dlb", "sam"])
 def test_a_run_that_is_resumed_has_the_same_bits(name, tmp_path):
     experiment = recipe(LEARNINGS[name])
@@ -318,6 +320,7 @@ def test_a_run_that_is_resumed_has_the_same_bits(name, tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*microbatch")
 def test_parts_of_a_batch_keep_the_soft_labels_of_their_own_examples():
     run = bound(recipe(Smc(), gradients=Gradients(microbatch=3)))  # 8 examples in parts of 2
@@ -341,6 +344,7 @@ def test_the_means_that_evaluation_reads_are_those_of_the_teacher():
     np.testing.assert_allclose(state.variables["norms/0/mean"], wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_weight_of_soft_labels_begins_anew_in_a_phase():
     """Whose schedules begin at its first step: there soft labels weigh nothing."""
     run = bound(recipe(Smc()))
@@ -355,6 +359,7 @@ def test_the_weight_of_soft_labels_begins_anew_in_a_phase():
     assert later == loss_of(bound(recipe(Smc(alpha=0.0))).program) != loss_of(run.program)
 
 
+@pytest.mark.slow
 def test_a_report_shows_pictures_with_their_classes(tmp_path):
     summary = loop.train(recipe(CrossEntropy()), workdir=tmp_path)
     (picture,) = [one for one in evaluation.read_pictures(tmp_path) if one.split == "test"]

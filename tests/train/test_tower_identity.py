@@ -44,6 +44,7 @@ def run(experiment, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", OTHERS.values(), ids=OTHERS)
 def test_other_towers_neither_go_on_nor_begin_with_a_run_nor_score_it(experiment, run, tmp_path, model):
     other = dataclasses.replace(experiment, model=model)

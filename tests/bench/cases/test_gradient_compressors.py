@@ -49,6 +49,7 @@ def test_both_sides_are_compared_and_run(monkeypatch, case):
         gradient_compressors.contest(case, "torch-compile", SHAPE).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "payload"),
     [

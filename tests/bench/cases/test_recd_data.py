@@ -8,6 +8,7 @@ from scalejax.bench.cases import recd_data
 from scalejax.data.examples.jagged import KeyedJagged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", recd_data.CASES)
 def test_both_sides_read_the_same_rows(case):
     threads = pa.cpu_count()

@@ -36,6 +36,7 @@ def one_error(result, words):
     assert result.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_chat_answers_each_line_in_the_conversation_so_far(invoke, model, tmp_path):
     done = talk(model, "hi\n\nmore {{ 1/0 }}\n\n\nnot read\n", "--json", str(tmp_path / "chat.json"))
     assert done.exit_code == 0, done.output
@@ -60,6 +61,7 @@ def test_a_chat_answers_each_line_in_the_conversation_so_far(invoke, model, tmp_
     assert (done.exit_code, done.stdout.split()) == (0, [str(i) for i in first["tokens"]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", ["", "/exit\nhi\n", "\n\nhi\n"])
 def test_a_chat_ends_where_it_is_said(model, lines):
     done = talk(model, lines)
@@ -93,6 +95,7 @@ def test_ids_are_continued_without_a_tokenizer(invoke, tmp_path):
     assert len(set(done.stdout.splitlines())) == 2
 
 
+@pytest.mark.default_cases(first=13)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -84,6 +84,7 @@ def test_a_wrong_collective_is_exit_status_1(invoke, monkeypatch):
     assert "wrong on device 3" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_platform_that_does_not_come_up_is_reported(scalejax):
     result = scalejax("doctor", "--json", JAX_PLATFORMS="no_such_platform")
     assert result.returncode == 1

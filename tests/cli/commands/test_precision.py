@@ -126,6 +126,7 @@ def test_mistakes_are_one_message(invoke, run, tmp_path, monkeypatch, arguments,
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_runs_of_language_models_and_id_maps_are_refused(run, tmp_path):
 
     from scalejax import configs

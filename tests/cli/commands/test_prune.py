@@ -115,6 +115,7 @@ def test_a_run_in_phases_ends_whole_and_is_cut_and_grown(runs):
     assert "widths                    top_hidden=[16]" in printed[3]
 
 
+@pytest.mark.slow
 def test_what_is_written_is_scored_and_begun_with(runs, invoke):
     folder, printed, recipe = runs
     scored = invoke("eval", str(folder / "half"), "--split", "validation", *recipe)
@@ -190,6 +191,7 @@ def without_averages(operate):
     return lambda surgery, *models: dataclasses.replace(operate(surgery, *models), averages={})
 
 
+@pytest.mark.slow
 def test_a_run_of_a_larger_mesh_is_cut_on_the_devices_at_hand(runs, invoke, tmp_path):
     folder, _, recipe = runs
     sets = ["placement.mesh.replica=8", "placement.mesh.fsdp=2"]
@@ -241,6 +243,7 @@ def test_a_model_over_towers_is_cut_over_them(runs, invoke, tmp_path):
     assert "units of MLPs whose parameters are stacked, as those of the modules of towers, neither" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

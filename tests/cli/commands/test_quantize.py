@@ -24,6 +24,7 @@ def theirs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_is_quantized_and_generates(invoke, theirs, tmp_path):
     arguments = ("--format", "mxfp6_e3m2", "--rule", "layers/0/mlp/down=bdr_mx9", "--rule", "layers/1/mlp/down=none")
     done = invoke("quantize", str(theirs), str(tmp_path / "out"), *arguments, "--json", str(tmp_path / "report.json"))
@@ -74,6 +75,7 @@ def test_mistakes_are_one_message(invoke, theirs, tmp_path, monkeypatch, argumen
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_weights_of_nan_are_refused(invoke, tmp_path):
     weights = tensors(SMALL)
     weights["model.layers.1.mlp.up_proj.weight"][3, :40] = np.nan

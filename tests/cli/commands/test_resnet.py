@@ -29,6 +29,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_folder_and_another_begins_with_it(invoke, run, tmp_path):
     experiment = configs.load(RECIPE, ["steps=2"])
     done = invoke("convert", str(run), str(tmp_path / "theirs"), "--recipe", RECIPE)

@@ -54,6 +54,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_folder_is_served_until_a_signal(folder):
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "cases")))
     environment = {**os.environ, "PYTHONPATH": path, "SCALEJAX_API_KEY": "secret"}
@@ -86,6 +87,7 @@ def test_a_folder_is_served_until_a_signal(folder):
                 child.kill()
 
 
+@pytest.mark.slow
 def test_an_exported_click_model_is_served_until_a_signal(tmp_path, invoke):
     made = click_cases.model("logistic")
     exact = precision.uniform(made, tables="float32", dense="float32")

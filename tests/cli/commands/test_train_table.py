@@ -58,6 +58,7 @@ def summary(run):
     return json.loads((run / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_one_command_learns_what_is_in_the_table(trained):
     path, run, printed = trained
     assert summary(run)["test_auc"] > 0.8  # without the 10 % that are turned around it could be 0.9

@@ -72,6 +72,7 @@ PARTS = pytest.mark.parametrize("part", [1, *(pytest.param(part, marks=pytest.ma
 """Of the examples of a property, each drawn anew."""
 
 
+@pytest.mark.slow
 @PARTS
 @given(features=batches(), groups=groupings)
 @settings(max_examples=100)
@@ -98,6 +99,7 @@ def test_distinct_rows_are_those_of_a_dictionary_in_order_of_first_occurrence(
     assert found.plain.keys == tuple(key for key in KEYS if key not in grouped)
 
 
+@pytest.mark.slow
 @PARTS
 @given(
     features=batches(),
@@ -115,6 +117,7 @@ def test_rows_of_equal_hash_are_never_merged(part: int, features: KeyedJagged, g
     assert_equal(expand(found), features)
 
 
+@pytest.mark.slow
 @given(batches(), groupings)
 def test_deduplicating_again_changes_nothing(features: KeyedJagged, groups: tuple) -> None:
     once = deduplicate(features, groups)
@@ -126,6 +129,7 @@ def test_deduplicating_again_changes_nothing(features: KeyedJagged, groups: tupl
         assert rows.inverse[0].tolist() == list(range(distinct.num_examples))
 
 
+@pytest.mark.slow
 @given(batches(), groupings, st.randoms(use_true_random=False))
 def test_deduplication_commutes_with_the_order_of_examples_up_to_names(
     features: KeyedJagged, groups: tuple, random
@@ -182,6 +186,7 @@ def test_rows_that_differ_by_order_or_by_where_a_list_ends_stay_apart() -> None:
     assert deduplicate(features, [("a", "b")]).inverse[0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_hashes_of_a_million_lists_do_not_collide_and_do_not_depend_on_their_place() -> None:
     # 2^20 different lists: 2^39 pairs, so a collision of 64-bit hashes has probability 2^-25.
     rng = np.random.default_rng(0)

@@ -132,6 +132,7 @@ def test_sessions_in_memory_are_ordered_as_defined(folder: pathlib.Path) -> None
     assert stream(data(folder, access="memory", seed=2), 10) == expected[:320]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("access", ["windows", "memory"])
 def test_processes_and_resumed_runs_see_slices_of_the_same_batches(folder: pathlib.Path, access: str) -> None:
     config = data(folder, access=access)

@@ -25,6 +25,7 @@ def counted(chunks: list[np.ndarray], memory_bytes: int, folder: pathlib.Path) -
     return found, counter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_bytes", [LEAST, 10 * LEAST, 1 << 30])
 def test_counts_equal_those_of_a_counter_whatever_the_memory(tmp_path: pathlib.Path, memory_bytes: int) -> None:
     rng = np.random.default_rng(0)

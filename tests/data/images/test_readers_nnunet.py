@@ -387,6 +387,7 @@ def test_a_truncated_nifti_is_refused_or_whole(tmp_path: pathlib.Path, ending: s
     assert refused > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.nii", "x.nii.gz", "s/0.dcm"])
 def test_a_flipped_bit_is_refused_or_read_and_nothing_else(tmp_path: pathlib.Path, name: str) -> None:
     write_series(tmp_path / "s", volume(0)[0])

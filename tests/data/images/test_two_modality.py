@@ -291,6 +291,7 @@ def test_sources_with_other_codebooks_are_refused(folder: pathlib.Path) -> None:
         MixtureData(sources=((make(folder), 1.0), (make(folder, seed=1), 1.0))).build()
 
 
+@pytest.mark.slow
 def test_stages_of_images_among_text_go_on_at_the_same_bits(folder: pathlib.Path) -> None:
     short = make(folder)
     stages = (

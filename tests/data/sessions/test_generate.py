@@ -38,7 +38,7 @@ def clustered(columns: Columns) -> np.ndarray:
     return np.argsort(column(columns, "session_id"), kind="stable")
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [4, 16])
 @pytest.mark.parametrize("repeat", [0.0, 0.5, 0.8, 0.9, 0.95])
 @pytest.mark.parametrize("length", ["fixed", "geometric"])

@@ -159,6 +159,7 @@ def test_one_id_a_row_is_transformed_too(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_factors_at_the_end_of_the_path_follow_the_closed_form(tmp_path: pathlib.Path) -> None:
     for samples, repeat in ((16, 0.9), (4, 0.5)):
         log = SessionLog(

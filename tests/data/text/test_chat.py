@@ -42,6 +42,7 @@ def is_there(pid):
     return pathlib.Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -61,6 +62,7 @@ def test_what_a_template_may_not_is_one_message_and_leaves_nothing(made, monkeyp
     is_refused_twice(made(source), words)
 
 
+@pytest.mark.slow
 def test_a_template_that_takes_too_long_is_one_message_and_leaves_nothing(made):
     is_refused_twice(made(LOOPS), "longer than the 1 s")
 
@@ -96,6 +98,7 @@ def test_texts_up_to_the_limit_are_whole(made):
     assert template.render(MESSAGES) == "x"
 
 
+@pytest.mark.slow
 def test_a_process_is_kept_and_replaced_after_a_breach(made):
     template = made("{% if messages[0].content == 'loop' %}" + LOOPS + "{% endif %}{{ messages[0].content }}")
     assert template.render(MESSAGES) == "x"
@@ -125,6 +128,7 @@ def test_a_process_goes_with_its_template():
     assert not is_there(pid)
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_parent_even_inside_of_a_loop(made):
     template = made("{% if messages[0].content == 'loop' %}" + LOOPS + "{% endif %}")
     template.render(MESSAGES)

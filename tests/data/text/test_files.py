@@ -254,6 +254,7 @@ def test_rows_resume_anywhere_to_the_byte(sizes: list[int], length: int, window:
         np.testing.assert_array_equal(array, whole[name][start:stop])
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_the_default_and_needs_no_file(tmp_path: pathlib.Path) -> None:
     data = TextData(folder=str(tmp_path), length=512, batch_size=4).build()
     counts = Counts.of(data.examples.stream(0, data.num_examples("train")))

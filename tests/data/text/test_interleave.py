@@ -18,6 +18,7 @@ def literal(order: Interleave, stop: int) -> list[tuple[int, int]]:
     return list(zip(source.tolist(), position.tolist(), strict=True))
 
 
+@pytest.mark.slow
 @given(WEIGHTS)
 @settings(max_examples=200, deadline=None)
 def test_every_prefix_is_less_than_one_row_off_and_each_source_is_read_in_order(weights: list[int]) -> None:

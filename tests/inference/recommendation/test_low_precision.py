@@ -219,6 +219,7 @@ def test_the_search_does_not_trust_what_is_not_sure():
     assert unsure.gap.high <= 5e-4
 
 
+@pytest.mark.slow
 def test_gaps_are_those_of_ne_and_auc_and_their_intervals_cover_resampling(dlrm):
     model, examples, limits = dlrm
     lowered = lowering.lower(model, precision.uniform(model, tables="int2"), limits, rows="minmax")
@@ -259,6 +260,7 @@ def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm, name):
     assert len(report.tables(measured)) == 2
 
 
+@pytest.mark.slow
 def test_a_gap_is_over_float32_whatever_the_search_may_take(dlrm):
     model, examples, limits = dlrm
     asked = study.study(model, limits, examples, examples, tables=("int2",), dense_choices=("float32",))
@@ -449,6 +451,7 @@ def test_what_does_not_fit_is_refused_by_name(dlrm):
     assert limits
 
 
+@pytest.mark.slow
 def test_lookups_of_int8_operators_do_not_depend_on_the_batch_when_calibrated(dlrm):
     model, _, limits = dlrm
     lowered = lowering.lower(model, precision.uniform(model, dense="int8"), limits)

@@ -435,6 +435,7 @@ BODIES = st.sampled_from(sorted(PATHS)).flatmap(
 )
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(body=BODIES, cut=st.just(None) | st.integers(0, 40))
 def test_no_body_ends_in_a_failure_of_the_server(lasting, body, cut):
@@ -460,6 +461,7 @@ def test_a_key_is_wanted_everywhere_but_for_health(serve):
     assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_at_once_and_what_was_taken_finishes(serve):
     client = serve(FakeLoop(slots=2, delay=0.02), slots=2, max_queue=3)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -476,6 +478,7 @@ def test_a_full_queue_refuses_at_once_and_what_was_taken_finishes(serve):
     assert complete(client).status_code == 200
 
 
+@pytest.mark.slow
 def test_tokens_that_wait_are_bounded_too(serve):
     client = serve(FakeLoop(slots=1, delay=0.02), slots=1, max_queue=100, max_queue_tokens=500)
     assert complete(client, prompt="a" * 900).status_code == 200  # nothing waits: it is taken, however long
@@ -486,6 +489,7 @@ def test_tokens_that_wait_are_bounded_too(serve):
     assert codes.count(200) <= 4
 
 
+@pytest.mark.slow
 def test_a_full_queue_still_says_what_can_never_fit(serve):
     client = serve(FakeLoop(slots=1, delay=0.02), slots=1, max_queue=1)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -121,6 +121,7 @@ def test_bad_input_is_one_clear_message_and_disturbs_nothing(real, body, status,
     assert real.server.thread.stats == before
 
 
+@pytest.mark.slow
 def test_the_same_server_then_answers(real):
     assert real.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()["usage"]["completion_tokens"] <= 2
     assert real.post("/v1/chat/completions", json=CHAT).status_code == 200
@@ -151,6 +152,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_is_the_fault_of_the_request_and_the_server_goes_on(tmp_path, source):
     write_tokenizer(tmp_path, source)
@@ -168,6 +170,7 @@ def test_a_hostile_template_is_the_fault_of_the_request_and_the_server_goes_on(t
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_template_that_is_hostile_to_some_messages_serves_the_others(tmp_path):
     write_tokenizer(tmp_path, "{% if messages[0].content == 'loop' %}" + LOOPS + "{% endif %}{{ messages[0].content }}")
     tokenizer = HuggingFaceTokenizer(path=str(tmp_path / "tokenizer.json")).build()

@@ -143,6 +143,7 @@ def held(model, monkeypatch):
     go.set()
 
 
+@pytest.mark.slow
 def test_scores_are_to_the_bit_those_of_the_program_in_the_same_bucket(serve, direct):
     client = serve()
     for count in (1, 2, 3, 8):

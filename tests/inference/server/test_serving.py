@@ -69,6 +69,7 @@ def wait_until_idle(address):
     wait_for(lambda: metric(address, "num_requests_running") == 0)
 
 
+@pytest.mark.slow
 def test_tokens_come_as_they_are_made(endless):
     times = []
     with stream(endless, max_tokens=50) as response:
@@ -135,6 +136,7 @@ def test_a_client_that_does_not_read_is_ended_and_others_go_on():
 # Ends.
 
 
+@pytest.mark.slow
 def test_sigterm_lets_what_runs_finish_and_refuses_what_comes():
     with running(loop={"endless": True, "delay": 0.02}, drain_seconds=2) as (child, url):
         with stream(url, max_tokens=60) as short, stream(url, max_tokens=4000) as long:
@@ -162,6 +164,7 @@ def test_an_idle_server_ends_at_once_by_either_signal():
             assert time.monotonic() - begin < 5
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once():
     with running(loop={"endless": True, "delay": 0.02}) as (child, url), stream(url, max_tokens=4000) as response:
         own = events(response)  # which would close the stream if nobody held it
@@ -172,6 +175,7 @@ def test_a_second_signal_ends_at_once():
         assert child.wait(5) == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_device_tells_everyone_and_ends_with_status_1():
     with running(loop={"endless": True, "delay": 0.01}) as (child, url):
         with stream(url, max_tokens=4000) as response:

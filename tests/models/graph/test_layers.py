@@ -37,6 +37,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_blocks_on_eight_devices_equal_one_with_gradients(name: str) -> None:
     a, x, model = _setup(name)  # 24 nodes, 3 a device
@@ -155,6 +156,7 @@ def _hops(a: graphs.Adjacency, found: graphs.Neighborhood) -> tuple[Any, ...]:
     return tuple(of_hop(**hop, sources=n, values=values) for hop, n in zip(arrays, sizes[:-1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_mini_batches_with_all_neighbours_equal_the_whole_graph_with_gradients(name: str) -> None:
     a, x, model = _setup(name)
@@ -180,6 +182,7 @@ def test_mini_batches_with_all_neighbours_equal_the_whole_graph_with_gradients(n
         np.testing.assert_allclose(other, one, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_around_a_mini_batch_changes_nothing() -> None:
     a, x, model = _setup("gcn")
     sampler = graphs.NeighborSampler(a, (3, 2), seed=1)

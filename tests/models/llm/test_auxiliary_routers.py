@@ -96,6 +96,7 @@ def test_the_main_score_weighs_and_the_auxiliary_one_selects(rows):
     np.testing.assert_allclose(module(jnp.asarray(x)), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_labels_are_who_was_taken_and_nothing_of_their_loss_reaches_the_model(rows):
     part = Experts(count=4, router=CHOICE, execution="batched")
     module = part.build(GQA, nnx.Rngs(0), F64)

@@ -101,7 +101,7 @@ def literal(module, x, segments, positions):
     return y, taken
 
 
-@pytest.mark.default_cases("0.6")
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
 def test_a_layer_is_the_block_on_its_best_tokens_at_their_own_positions(rows, capacity):
     module = pair(MixtureOfDepths(capacity=capacity))
@@ -120,6 +120,7 @@ def test_k_is_that_of_the_printed_capacity():
         assert MixtureOfDepths(capacity=capacity).most(tokens)[-1] == k
 
 
+@pytest.mark.slow
 def test_layers_begin_as_those_of_a_dense_model_of_as_many():
     """What they write into the residual stream is smaller by the root of twice their number."""
     made = dataclasses.replace(GQA, layers=8, dim=64, ffn_dim=256)
@@ -187,7 +188,7 @@ def texts_and_images(x64):
     return tokens, jnp.broadcast_to(jnp.arange(16), (2, 16)), jnp.ones((2, 16), jnp.int32)
 
 
-@pytest.mark.default_cases("dense")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MLPS)
 def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(texts_and_images, name):
     made, (tokens, positions, segments) = model(AUXILIARY, MLPS[name]), texts_and_images
@@ -243,6 +244,7 @@ def test_what_a_unit_had_before_is_not_seen_by_layers_that_do_not_take_its_first
     np.testing.assert_array_equal(cache.some.positions, own.some.positions)
 
 
+@pytest.mark.slow
 def test_auxiliary_routers_learn_who_was_taken_and_nothing_else_does(rows):
     x, segments, positions = rows
     module = pair(AUXILIARY)
@@ -269,6 +271,7 @@ def test_auxiliary_routers_learn_who_was_taken_and_nothing_else_does(rows):
         assert np.asarray(gradient[...]).any() == ("auxiliary" in path[0]), path
 
 
+@pytest.mark.slow
 def test_the_use_of_experts_is_told_by_layer(texts_and_images):
     """Layers that see some tokens and those that see all, in their order."""
     mlp, (tokens, positions, segments) = MLPS["top-k"], texts_and_images
@@ -375,6 +378,7 @@ def test_without_auxiliary_routers_nothing_is_generated(texts_and_images):
     assert made.config.task(TEXT).advice() == {}
 
 
+@pytest.mark.slow
 def test_a_folder_of_others_cannot_hold_it():
     family = families.of(dataclasses.replace(GQA, depth=MixtureOfDepths(), norm=OutputRmsNorm()))
     with pytest.raises(UserError, match="mixture-of-depths have no form in folders"):

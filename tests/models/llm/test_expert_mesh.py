@@ -141,7 +141,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default_cases("dropless-tensor x 4")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_devices_change_nothing_but_the_order_of_sums(texts, without_travel, name, mesh):
     strategy, shape = MESHES[mesh]
@@ -222,7 +222,7 @@ ROUTERS = {
 }
 
 
-@pytest.mark.default_cases("batched")
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ROUTERS)
 def test_what_has_no_place_is_dropped_and_counted(texts, execution):
     part = Experts(count=COUNT, router=ROUTERS[execution], execution=execution)
@@ -360,6 +360,7 @@ def test_a_pipeline_carries_no_bias(texts):
         run.program.train_step.lower(run.program.abstract_state(), run.program.abstract_batch())
 
 
+@pytest.mark.slow
 def test_experts_that_do_not_divide_are_refused(texts):
     with pytest.raises(UserError, match=r"expert=4, which does not divide experts=6 of 'layers/mlp/down'"):
         bound(texts, Experts(count=6), MeshShape(fsdp=1, expert=4))

@@ -88,6 +88,7 @@ def literal(module, x, real, k, capacity):
     return y, entropy, gates, dropped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
     x, real = stream
@@ -164,6 +165,7 @@ def test_what_an_expert_multiplies_is_quantized_under_its_own_scale(stream, form
     assert np.abs(plain - expected).max() > 0.01 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_without_numbers_nothing_is_dropped(stream):
     x, _ = stream
     module = layer(EXECUTIONS["batched, with drops"])
@@ -199,6 +201,7 @@ def test_the_losses_of_the_router_are_their_formulas(stream, k):
     np.testing.assert_allclose(weighed.losses(numbers), 0.5 * z / GQA.layers, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_balance_loss_pulls_experts_level(x64):
     """By its gradient alone, from a router that sends all tokens to one expert."""
     part = Experts(count=4, router=TopK(k=1))
@@ -328,6 +331,7 @@ def test_the_best_checkpoint_is_that_of_the_loss_without_later_tokens_once_there
     assert first == ["loss", "loss_topk", "loss"]
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_cross_entropy_and_the_losses_of_the_router(x64):
     bound = task()
     model = bound.init(nnx.Rngs(0), F64)
@@ -383,6 +387,7 @@ def test_a_run_in_two_halves_has_the_same_bits(whole_run, tmp_path):
     assert whole["val_loss"] == again["val_loss"]
 
 
+@pytest.mark.slow
 def test_a_run_says_how_experts_are_used(whole_run):
     _, folder, whole = whole_run
     assert (folder / "metrics.jsonl").read_text().splitlines()[-1].count("expert_load_max")

@@ -51,6 +51,7 @@ def test_every_stacked_parameter_has_its_layers_first():
         assert (axes[0] == "layers") == (path[0] == "layers"), path
 
 
+@pytest.mark.slow
 def test_initial_weights_that_write_to_the_stream_are_smaller():
     state = nnx.state(llama3.Llama(dataclasses.replace(GQA, dim=256, ffn_dim=512), nnx.Rngs(0), F32))
     std = {"/".join(map(str, path)): float(v[...].std()) for path, v in nnx.to_flat_state(state)}
@@ -105,7 +106,7 @@ def test_logits_are_those_of_transformers(case, name, strict_promotion):
     np.testing.assert_allclose(got, GOLDEN[f"{case}: {name}"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.default_cases("gqa", "tied*")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_logits_say_what_those_of_transformers_in_float32_say(case):
     """The mean divergence that MaxText asks of a conversion, and the same first choice unless two are as good."""
@@ -122,7 +123,7 @@ def test_bfloat16_logits_say_what_those_of_transformers_in_float32_say(case):
     assert same.mean() >= 0.9
 
 
-@pytest.mark.default_cases("dots")
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_rematerialisation_changes_no_gradient(remat, x64):
     ids, segments, positions = scenarios(GQA)["packed, positions restart"]
@@ -138,7 +139,7 @@ def test_rematerialisation_changes_no_gradient(remat, x64):
         np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.default_cases("restart")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["restart", "run through"])
 def test_a_packed_row_equals_its_documents_one_by_one(kind, x64):
     config, lengths = CASES["wide heads, scaled"], (7, 4, 7)
@@ -204,6 +205,7 @@ def test_prefill_and_decode_equal_the_full_forward_pass(case):
     np.testing.assert_allclose(logits, whole[np.arange(3), at - 1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_prompt_may_be_read_in_pieces():
     ids = tokens(GQA, 2, 12)
     llama = model(GQA)

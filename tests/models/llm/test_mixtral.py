@@ -52,6 +52,7 @@ def write(folder, form, config=MIXTRAL, **more):
     return write_checkpoint(folder, config, weights if form == "for each expert" else fused(config, weights), **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", scenarios(MIXTRAL))
 def test_logits_are_those_of_transformers(name):
     ids, segments, positions = scenarios(MIXTRAL)[name]
@@ -170,6 +171,7 @@ def test_halves_of_several_dtypes_are_refused(tmp_path):
     model_folder.convert(ours, tmp_path / "out", to="huggingface", experts="fused")
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_full_passes(tmp_path):
     """Generated with a cache from a folder, on one device and with experts' hidden features over `tensor`."""
     write(tmp_path / "theirs", "fused")

@@ -91,6 +91,7 @@ def x(x64):
     return jax.random.normal(jax.random.key(1), (2, 16, GQA.dim))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["batched", "sequential"])
 @pytest.mark.parametrize("name", MODALITIES)
 def test_a_layer_is_the_loop_of_the_paper(x, name, execution):
@@ -115,6 +116,7 @@ def test_a_capacity_that_holds_all_tokens_changes_nothing(x):
     np.testing.assert_allclose(run(tight, x, modality)[0], run(wide, x, modality)[0], rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "capacities"), [("all text", (16, 0)), ("all images", (0, 16))])
 def test_a_modality_that_the_data_never_have_needs_no_places(x, name, capacities):
     """Rows of text alone, as the data may be set to; gradients of what has no tokens are zeros."""
@@ -154,6 +156,7 @@ def test_an_image_changes_no_text_but_through_the_choice_of_mixed_experts(x):
     assert (after[text] != before[text]).any()
 
 
+@pytest.mark.slow
 def test_one_expert_a_modality_is_an_ffn_that_its_score_weighs(x):
     module, modality = layer(ModalityExperts(groups=(("text", 1), ("image", 1)))), kinds("padded")
     expected = np.zeros(x.shape)
@@ -164,6 +167,7 @@ def test_one_expert_a_modality_is_an_ffn_that_its_score_weighs(x):
     np.testing.assert_allclose(run(module, x, modality)[0], expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_one_group_is_the_mixed_modal_form(x):
     schema = TokenSchema(vocabulary=90, length=16, modalities=("all",))
     part = ModalityExperts(groups=(("all", 8),)).bound(schema)
@@ -174,6 +178,7 @@ def test_one_group_is_the_mixed_modal_form(x):
     np.testing.assert_allclose(y, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed", "all text"])
 def test_gradients_are_those_of_finite_differences_and_there_for_experts_without_tokens(x, name):
     modality, module = kinds(name), layer(ModalityExperts(groups=(("text", 2), ("image", 2))))
@@ -282,6 +287,7 @@ def test_mistakes_are_named(make, error, message):
         make()
 
 
+@pytest.mark.slow
 def test_choice_and_weight_see_the_same_noise_and_only_where_there_are_keys(x64):
     """The loop of the paper with noisy scores, of text alone, whose places are its positions."""
     part = ModalityExperts(router=ExpertChoice(noise="gumbel"))

@@ -67,6 +67,7 @@ def test_what_is_written_is_read(layout, name, tmp_path):
     np.testing.assert_array_equal(half.read(), want.astype(jnp.bfloat16))
 
 
+@pytest.mark.default_cases(first=3)
 @pytest.mark.parametrize(
     ("name", "each"),
     [

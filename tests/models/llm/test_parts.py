@@ -92,7 +92,7 @@ def test_a_config_with_parts_of_its_own_trains_and_all_its_parameters_move():
     assert jax.jit(loss)(moved) < value
 
 
-@pytest.mark.default_cases("full")
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_its_stack_equals_its_layers_one_by_one(remat, x64):
     config = dataclasses.replace(OWN, remat=remat)

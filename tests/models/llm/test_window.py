@@ -45,6 +45,7 @@ def test_a_query_sees_itself_and_those_just_before_it(x64, window):
     np.testing.assert_allclose(got, reference, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "beyond 8192"])
 def test_logits_are_those_of_transformers(name, strict_promotion):
     ids, segments, positions = scenarios(MISTRAL)[name]
@@ -52,6 +53,7 @@ def test_logits_are_those_of_transformers(name, strict_promotion):
     assert np.abs(run(model(GQA), ids, positions, segments) - GOLDEN[name]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_packed_row_equals_its_documents_one_by_one(x64):
     lengths = (7, 4, 9)
     segments, positions = rows(*lengths)
@@ -64,6 +66,7 @@ def test_a_packed_row_equals_its_documents_one_by_one(x64):
         np.testing.assert_allclose(got[:, own], want, atol=1e-6)  # rotary angles are float32
 
 
+@pytest.mark.slow
 def test_the_cache_gives_what_the_full_pass_gives():
     ids, length = tokens(MISTRAL, 2, 14), 14
     llama = model(MISTRAL)
@@ -80,6 +83,7 @@ def test_the_cache_gives_what_the_full_pass_gives():
             np.testing.assert_allclose(logits[row], whole[row, at[row] - 1], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [MeshShape(), pytest.param(MeshShape(fsdp=2, tensor=2), marks=pytest.mark.slow)], ids=["one", "four"]
 )
@@ -96,6 +100,7 @@ def test_an_engine_generates_what_full_passes_choose(tmp_path, shape):
     assert list(engine.generate([prompt], max_tokens=6)[0].tokens) == wanted[9:]
 
 
+@pytest.mark.slow
 def test_gradients_do_not_go_beyond_the_window(x64):
     ids, segments, positions = scenarios(MISTRAL)["plain"]
     graph, state = nnx.split(model(dataclasses.replace(MISTRAL, layers=1), dtypes=F64))

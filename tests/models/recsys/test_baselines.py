@@ -48,7 +48,7 @@ def oracle_logistic(p, schema, embedded, dense):
     return p["bias"] + dense @ p["weight"] + sum(embedded[f] for f in schema.keys)
 
 
-@pytest.mark.default_cases("dlrm-dense", "logistic-dense")
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["dense", "no_dense"])
 @pytest.mark.parametrize(
     ("config", "oracle"),

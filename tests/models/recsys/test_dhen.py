@@ -42,6 +42,7 @@ def call(layer, x=X):
     return np.asarray(layer(jnp.asarray(x), jnp.zeros((0, *x.shape[1:]))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ensemble", ["concat", "sum", "weighted"])
 @pytest.mark.parametrize("outputs", [5, 3], ids=["as many vectors", "fewer vectors"])
 def test_a_layer_is_the_norm_of_modules_and_shortcut(ensemble, outputs, randomised, numpy_parameters, x64):
@@ -86,6 +87,7 @@ def zeroed(part):
     return nnx.merge(graph, jax.tree.map(jnp.zeros_like, state))
 
 
+@pytest.mark.slow
 def test_without_modules_the_shortcut_is_left_and_without_shortcut_the_ensemble(randomised, numpy_parameters, x64):
     layer = build(EnsembleLayer(modules=(CROSS, FM), ensemble="sum"), randomised, n=6)
     x = np.random.default_rng(1).normal(size=(6, 3, D))
@@ -147,6 +149,7 @@ SMALL = DhenConfig(
 )
 
 
+@pytest.mark.slow
 def test_layers_may_differ_and_repeat(schema, examples, x64):
     task = SMALL.task(schema)
     model = task.init(nnx.Rngs(0), F64)
@@ -164,6 +167,7 @@ def test_layers_may_differ_and_repeat(schema, examples, x64):
     assert not np.allclose(later(x, first[:1]), later(x, 2 * first[:1]))
 
 
+@pytest.mark.slow
 def test_works_without_dense_features(examples, x64):
     schema = Schema(categorical=tuple(Categorical(name=f"c{i}", rows=9) for i in range(5)))
     task = SMALL.task(schema)
@@ -171,6 +175,7 @@ def test_works_without_dense_features(examples, x64):
     assert task.init(nnx.Rngs(0), F64)(batch.embedded, batch["dense"]).shape == (6, 1)
 
 
+@pytest.mark.slow
 def test_a_step_has_gradients_of_every_parameter(schema, examples):
     task = SMALL.task(schema)
     graph, state = nnx.split(task.init(nnx.Rngs(0), nn.FLOAT32))

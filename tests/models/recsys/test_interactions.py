@@ -139,6 +139,7 @@ def data(examples=3):
     return jnp.asarray(rng.normal(size=(N, examples, D))), jnp.asarray(rng.normal(size=(DENSE, examples, D)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_is_its_literal_form(name, randomised, numpy_parameters, x64):
     config = MODULES[name]
@@ -151,7 +152,7 @@ def test_is_its_literal_form(name, randomised, numpy_parameters, x64):
         np.testing.assert_allclose(got[:, b], want, rtol=1e-11, atol=1e-11)  # round-off of some 10^2 sums
 
 
-@pytest.mark.default_cases("low-rank FM", "products of mixed pairs", "cross", "second moment", "self-attention")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_gradients_are_those_of_finite_differences(name, randomised, x64):
     graph, state = nnx.split(build(MODULES[name], randomised))
@@ -169,6 +170,7 @@ def permuted(module, order):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "commutes"), [("linear", True), ("self-attention", True), ("convolution", False)])
 def test_an_order_of_vectors_matters_to_the_convolution_alone(name, commutes, randomised, x64):
     module, (x, dense) = build(MODULES[name], randomised), data()

@@ -65,7 +65,7 @@ def test_loss_is_the_weighted_sum_of_the_mean_over_tasks(config, schema, example
     assert found.outputs["logits"].shape == (6, 2)
 
 
-@pytest.mark.default_cases("WukongConfig")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_padding_of_weight_zero_adds_nothing_to_loss_or_gradient(config, schema, examples):
     task = config.task(schema)
@@ -87,7 +87,7 @@ def test_padding_of_weight_zero_adds_nothing_to_loss_or_gradient(config, schema,
     assert all(not np.any(g[3:]) for g in jax.tree.leaves(rows))
 
 
-@pytest.mark.default_cases("float32-DcnV2Config", "bfloat16-DlrmConfig")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_strict_promotion_holds_and_gradients_are_finite(config, dtype, schema, examples, strict_promotion):

@@ -119,6 +119,7 @@ def built(config, schema, randomised, dtypes=F64):
     return randomised(config.task(schema).init(nnx.Rngs(0), dtypes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_every_tower_is_its_literal_form_whatever_the_size_of_the_largest(
     name, schema, examples, randomised, numpy_parameters, x64
@@ -140,7 +141,7 @@ def test_every_tower_is_its_literal_form_whatever_the_size_of_the_largest(
             np.testing.assert_allclose(found, np.concatenate(wanted), rtol=1e-11, atol=1e-11)  # round-off
 
 
-@pytest.mark.default_cases("each and mixed", "low-rank crosses", "normalised FM", "FM and linear")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_gradients_are_those_of_finite_differences(name, schema, examples, randomised, x64):
     config = TowersConfig(base=DLRM, towers=UNEQUAL, modules=MODULES[name])
@@ -155,7 +156,7 @@ def test_gradients_are_those_of_finite_differences(name, schema, examples, rando
     check_grads(logits, (state, batch.embedded), order=1, modes=("rev",), eps=1e-6)
 
 
-@pytest.mark.default_cases("DlrmConfig", "DcnV2Config")
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [DLRM, DCN, WUKONG, DHEN], ids=lambda base: type(base).__name__)
 def test_towers_without_modules_are_the_flat_model_to_the_bit_however_features_are_divided(
     base, schema, examples, randomised
@@ -225,6 +226,7 @@ def test_every_parameter_of_a_module_has_an_axis_of_towers(schema):
                 assert not np.array_equal(variable[...][0], variable[...][1])  # each is drawn by itself
 
 
+@pytest.mark.slow
 def test_towers_multiply_in_a_format_as_each_would_alone(schema, examples, randomised):
     config = DlrmTower(dim=D, mixed=1)
     model = built(TowersConfig(base=DLRM, towers=UNEQUAL, modules=(config,)), schema, randomised, nn.FLOAT32)
@@ -412,6 +414,7 @@ def test_a_partition_is_read_as_it_was_written_and_nothing_else_is(tmp_path):
             Partition.load(tmp_path / "bad.json")
 
 
+@pytest.mark.slow
 def test_dropout_of_a_tower_acts_only_with_a_key(examples):
     schema = Schema(categorical=tuple(Categorical(name=f"c{i}", rows=10) for i in range(4)), dense=("x",))
     machine = dataclasses.replace(FM, dropout=0.5, hidden=(64,))

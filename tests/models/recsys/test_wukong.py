@@ -130,6 +130,7 @@ def test_layer_matches_a_literal_numpy_form(n, fm, randomised, numpy_parameters,
         np.testing.assert_allclose(got[:, b], oracle_layer(numpy_parameters(layer), config, x[:, b]), rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalization", ["layer", "none"])
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
 def test_a_layer_is_that_of_dhen_with_two_modules_to_the_bit(fm, normalization):
@@ -324,7 +325,7 @@ def test_two_layers_learn_a_product_of_four_features_and_one_layer_cannot():
 # Counts.
 
 
-@pytest.mark.default_cases("config0-lowrank")
+@pytest.mark.slow
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
 @pytest.mark.parametrize("config", [TINY, FULL, dataclasses.replace(TINY, normalization="none", head_hidden=())])
 def test_parameter_and_flop_counts_equal_the_real_model(config, fm, schema, examples, dot_flops, strict_promotion):
@@ -362,6 +363,7 @@ def test_named_sizes_build(size, schema):
 # Numbers: dropout, dtypes, gradients.
 
 
+@pytest.mark.slow
 def test_dropout_is_off_without_a_key_and_random_with_one(schema, examples):
     task = dataclasses.replace(TINY, dropout=0.5, embedding_dropout=0.1).task(schema)
     call = forward(task.init(nnx.Rngs(0), F32))
@@ -417,6 +419,7 @@ def test_bfloat16_compute_is_close_to_float32_with_float32_logits_and_finite_gra
     assert losses[jnp.bfloat16] == pytest.approx(losses[jnp.float32], rel=0.03)
 
 
+@pytest.mark.slow
 def test_every_parameter_names_one_logical_axis_per_dimension(schema):
     for fm in ("lowrank", "attentive"):
         model = dataclasses.replace(FULL, fm=fm).build(schema, nnx.Rngs(0), F32)
@@ -434,6 +437,7 @@ def test_names_a_feature_that_the_data_lacks(schema):
         config.task(schema)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

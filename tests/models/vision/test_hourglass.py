@@ -52,6 +52,7 @@ def literal_count(config, channels):
     return total + (config.stacks - 1) * between
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [TINY, SIZES["small"], SIZES["extremenet"]])
 def test_parameters_are_those_of_the_drawing(config):
     model = counts.abstract(hourglass.HourglassNetwork, config, 3)

@@ -81,6 +81,7 @@ def literal_targets(ends, height, width, stride):
     return heat, np.array(cells)
 
 
+@pytest.mark.slow
 def test_targets_equal_their_definition_and_are_one_at_key_points():
     rng = np.random.default_rng(0)
     ends = np.full((3, 6, 4, 2), np.nan)
@@ -106,6 +107,7 @@ def test_extremes_are_by_coordinate_and_one_end_may_be_two_of_them():
     np.testing.assert_array_equal(np.asarray(keypoints.extremes(upright)), [[20, 5], [10, 25], [20, 45], [30, 25]])
 
 
+@pytest.mark.slow
 def test_focal_loss_equals_its_definition():
     rng = np.random.default_rng(1)
     logits, heat = rng.normal(0, 4, (2, 5, 6, 3)), rng.uniform(0, 0.99, (2, 5, 6, 3))
@@ -211,6 +213,7 @@ def test_the_join_equals_the_enumeration_of_all_groups(count, side, kind):
     assert (some > 3) == (kind != "none live")
 
 
+@pytest.mark.slow
 def test_of_more_groups_than_are_kept_the_best_are():
     rng = np.random.default_rng(5)
     scores = np.sort(rng.uniform(0.2, 1, (1, 4, 9)).astype(np.float32))[..., ::-1]
@@ -222,6 +225,7 @@ def test_of_more_groups_than_are_kept_the_best_are():
     np.testing.assert_allclose(found, np.sort(all_scores)[::-1][:20], rtol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live", [5, 13, 20, 30])
 def test_every_size_of_the_join_gives_the_same(live):
     """Of 30 peaks a map so many count; joins are compiled for 8, 12, 16, 24 and all."""
@@ -248,6 +252,7 @@ def random_boxes(rng, count):
     return np.concatenate([corner, corner + rng.uniform(5, 40, (count, 2))], -1)
 
 
+@pytest.mark.slow
 def test_soft_nms_equals_its_loop():
     rng = np.random.default_rng(3)
     boxes, scores = random_boxes(rng, 30), rng.uniform(0, 1, 30)
@@ -261,6 +266,7 @@ def test_soft_nms_equals_its_loop():
     np.testing.assert_allclose(found, np.where(expected >= 1e-3, expected, 0), rtol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
 def test_soft_nms_with_a_tiny_sigma_is_hard_nms(overlap):
     rng = np.random.default_rng(4)
@@ -275,6 +281,7 @@ def test_soft_nms_with_a_tiny_sigma_is_hard_nms(overlap):
     np.testing.assert_allclose(np.asarray(found)[kept], scores[kept], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_box_around_many_is_halved_and_others_are_not():
     inside = [[n * 10.0, 0.0, n * 10.0 + 8, 8.0] for n in range(6)]
     boxes = jnp.array([[[0.0, 0, 60, 10], [0, 0, 28, 10], *inside]])
@@ -286,6 +293,7 @@ def test_a_box_around_many_is_halved_and_others_are_not():
     assert float(keypoints.without_ghosts(boxes, low, 4.0)[0, 0]) == pytest.approx(0.15)
 
 
+@pytest.mark.slow
 def test_diameters_are_read_from_four_points_that_are_apart_and_the_short_one_from_the_head_where_two_coincide():
     apart = jnp.array([[20.0, 5.0], [4.0, 24.0], [22.0, 45.0], [36.0, 26.0]])
     coincident = jnp.array([[10.0, 10.0], [10.5, 10.0], [40.0, 50.0], [40.0, 50.0]])
@@ -296,6 +304,7 @@ def test_diameters_are_read_from_four_points_that_are_apart_and_the_short_one_fr
     np.testing.assert_array_equal(found[1], [[10, 10], [40, 50], [18, 34], [31, 26]])
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_where_there_is_no_object():
     maps = jnp.zeros((2, 8, 8, 5))
     wanted = jax.jit(keypoints.targets, static_argnums=(1, 2, 3))(jnp.full((2, 3, 4, 2), jnp.nan), 8, 8, 4)

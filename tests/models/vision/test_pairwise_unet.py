@@ -158,6 +158,7 @@ def test_a_class_attends_to_its_own_pixels_where_target_and_template_are_one():
             assert found[inside][:, k].mean() > found[~inside][:, k].mean() + 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "reduce"), KINDS)
 @pytest.mark.parametrize("empty", ["mask", "all masks", "features", "template"])
 def test_absent_classes_and_features_of_nothing_have_finite_attention_and_gradients(kind, reduce, empty):
@@ -209,6 +210,7 @@ def pictures(count, seed):
     return jnp.asarray(found["images"]), jnp.asarray(found["masks"])
 
 
+@pytest.mark.slow
 def test_fusion_is_the_convolution_of_what_is_concatenated():
     config = dataclasses.replace(SMALL, attention=("prototype", "dense", "prototype"))
     model = built(config)
@@ -232,6 +234,7 @@ def test_fusion_is_the_convolution_of_what_is_concatenated():
         np.testing.assert_allclose(model.attention(level, features[level], template), scores, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_masks_are_averaged_and_keep_what_is_thin():
     model = built(dataclasses.replace(SMALL, attention=("dense",) * 3))
     y, masks = pictures(1, 1)
@@ -446,6 +449,7 @@ def test_evaluations_take_the_templates_that_are_asked_for(at_test):
         np.testing.assert_allclose(jax.nn.softmax(found[level]), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_where_the_template_lacks_a_class_or_all():
     task = SMALL.task(SCHEMA)
     batch = {name: jnp.asarray(x) for name, x in drawn(4, 0).items()} | {"weights": jnp.ones(4)}
@@ -466,6 +470,7 @@ def test_gradients_are_finite_where_the_template_lacks_a_class_or_all():
             assert np.isfinite(leaf).all()
 
 
+@pytest.mark.slow
 def test_a_plan_knows_its_step_from_the_schema_alone():
     run = experiment(SMALL)
     program = binding.bind(run, run.data.schema(), make_mesh(MeshShape()), abstract=True)

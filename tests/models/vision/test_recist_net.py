@@ -84,6 +84,7 @@ def same_crosses(found, true):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 @pytest.mark.parametrize("aggregation", [0.0, 0.1])
 def test_perfect_maps_give_the_exact_points_whatever_the_order(order, aggregation):
@@ -138,12 +139,14 @@ def test_a_lesion_under_one_cell_is_found():
     assert found.regressed.all()
 
 
+@pytest.mark.slow
 def test_boxes_have_their_padding():
     ends = crosses((32, 32))
     found = read(maps_of(ends), changed(CONFIG, padding=5.0))
     np.testing.assert_allclose(found.boxes[0], box(ends[0]) + np.array([-5, -5, 5, 5]), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_mirrored_maps_give_the_mirrored_lesions():
     """The middle of two cells is rounded down; with extremes in even columns alone there is nothing to round."""
     rng = np.random.default_rng(0)
@@ -262,6 +265,7 @@ def test_the_loss_counts_objects_and_a_picture_without_any_as_one():
     assert float(task.weight(batch_of(padded(none, none)))) == 2
 
 
+@pytest.mark.slow
 def test_a_batch_without_a_lesion_has_finite_loss_and_gradients():
     task = changed(CONFIG, backbone__stacks=1).task(SCHEMA)
     model = task.init(nnx.Rngs(0), nn.FLOAT32)
@@ -288,6 +292,7 @@ def test_a_task_refuses_what_its_maps_do_not_have():
         CONFIG.task(dataclasses.replace(SCHEMA, height=60))
 
 
+@pytest.mark.slow
 def test_work_is_counted_from_the_network():
     one, two = (CONFIG.task(SCHEMA).work({"images": (n, *SCHEMA.shape)}) for n in (1, 2))
     assert two.flops == 2 * one.flops

@@ -55,6 +55,7 @@ def test_small_nets_have_the_millions_of_parameters_of_table_6(size, published):
     assert round(parameters(resnet.SIZES[size], CIFAR) / 1e6, 1 if size == "resnet110" else 2) == published
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "count", "billions"), [("resnet18", 11_689_512, 1.8), ("resnet50", 25_557_032, 4.1)])
 def test_nets_for_imagenet_have_the_published_parameters_and_multiply_adds(size, count, billions):
     config = resnet.SIZES[size]
@@ -129,7 +130,7 @@ def call(model, images, purpose):
     return model(images, purpose)
 
 
-@pytest.mark.default_cases("12-basic", "9-projected", "9-bottleneck")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("side", [12, 9])
 def test_is_the_network_in_numpy(name, side, x64):
@@ -141,6 +142,7 @@ def test_is_the_network_in_numpy(name, side, x64):
     np.testing.assert_allclose(found, literal(model, images), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_logits_are_wide_where_products_are_narrow():
     known = schema(8, 5)
     model = remembering(SMALL["basic"], known, nn.Dtypes(compute=jnp.bfloat16))

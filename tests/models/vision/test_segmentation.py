@@ -76,6 +76,7 @@ def test_coarser_logits_have_the_loss_of_their_repetition():
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dice", ["batch", "picture"])
 @pytest.mark.parametrize("certain", [0.0, 200.0])
 def test_an_empty_mask_has_a_finite_loss_and_gradient(dice, certain):

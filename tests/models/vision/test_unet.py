@@ -84,6 +84,7 @@ def built(config, seed=0):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [None, 1])
 def test_is_what_the_file_says(groups):
     config = SMALL if groups is None else dataclasses.replace(SMALL, norm="group", groups=groups)
@@ -191,6 +192,7 @@ def test_eight_devices_learn_what_one_does(name, form):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-11), found[1], wanted[1])
 
 
+@pytest.mark.slow
 def test_a_plan_knows_its_step_from_the_schema_alone():
     run = experiment(SMALL)
     program = binding.bind(run, run.data.schema(), make_mesh(MeshShape()), abstract=True)
@@ -199,6 +201,7 @@ def test_a_plan_knows_its_step_from_the_schema_alone():
     assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the means of a BatchNorm are those of a part")
 @pytest.mark.parametrize("changes", [{"data__batch_size": 1}, {"gradients": Gradients(microbatch=1)}])
 def test_batch_norm_of_one_picture_is_refused(changes):
@@ -226,6 +229,7 @@ def test_masks_without_classes_are_refused():
         SMALL.task(dataclasses.replace(SCHEMA, classes=()))
 
 
+@pytest.mark.slow
 def test_bfloat16_gives_logits_in_float32():
     model = UNet(SMALL, SCHEMA, nnx.Rngs(0), Dtypes(compute=jnp.bfloat16))
     image = jnp.asarray(drawn(2, 0)["images"])

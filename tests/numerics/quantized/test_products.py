@@ -44,6 +44,7 @@ def double(x, name, axis, **options):
     return np.asarray(jax.jit(lambda x: cast(x, name, axis=axis, **options))(x), np.float64)
 
 
+@pytest.mark.slow
 def test_each_of_the_three_products_quantizes_along_the_axis_that_it_sums_over():
     x, w, g = arrays((64, 48), (48, 32), (64, 32))
     y, pull = jax.vjp(product(THREE), x, w)
@@ -215,7 +216,7 @@ def test_nan_stays_in_its_row():
     assert not np.isnan(np.delete(y, 3, axis=0)).any()
 
 
-@pytest.mark.default_cases("fp8_e4m3")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_a_scale_for_each_row_or_for_the_tensor(name):
     x, w = arrays((10, 24), (24, 6))
@@ -234,6 +235,7 @@ def test_a_scale_for_each_row_or_for_the_tensor(name):
 NATIVE = [((64, 48), (48, 32), MATRICES), *DIMENSIONS[:3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", [pytest.param("rows", marks=pytest.mark.slow), "tensor"])
 @pytest.mark.parametrize(
     ("left", "right", "dimensions"), [NATIVE[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in NATIVE[1:])]

@@ -95,6 +95,7 @@ def test_a_gradient_that_is_not_finite_leaves_all_that_is_remembered_on_every_de
         jax.tree.map(np.testing.assert_array_equal, after.exchange, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, 1])
 def test_residuals_of_several_hosts_are_applied_by_one(devices):
     """In its first step, all at once: of whole numbers nothing is missing. Then gradients are what they are."""

@@ -52,7 +52,7 @@ def there_and_back(x, format, dtype=jnp.float32):
     return codec.decode(codec.encode(x, format), format, length=x.shape[-1], dtype=dtype)
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("format", MANY)
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ def stochastic(x, key, format, scale_rule=None):
     return codec.decode(data, format, length=x.shape[-1])
 
 
+@pytest.mark.default_cases(first=1)
 @pytest.mark.parametrize(
     ("format", "scale_rule"), [("int4:128", None), ("int8:128", None), ("fp8_e4m3", None), ("bdr_mx4", "rceil")]
 )
@@ -150,7 +151,7 @@ def mean_error(rounds, x):
     return (abs(rounds.mean(axis=0) - x) / error).max()
 
 
-@pytest.mark.default_cases("bdr_mx4", "mxint8", "int4:128")
+@pytest.mark.slow
 @pytest.mark.parametrize("format", WIRE_FORMATS)
 def test_stochastic_rounding_is_right_on_average_where_nothing_saturates_and_refused_elsewhere(format):
     x = np.float32([1.9999, -1.3, 0.9, -0.77, 0.31, 0.12, -0.05, 0.011])

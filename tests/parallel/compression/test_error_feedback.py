@@ -65,6 +65,7 @@ def waves(x, optimum):
     return u + 1.5 * jnp.sin(2 * u)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
     [OneBit(), pytest.param(TopKEntries(k=0.05), marks=pytest.mark.slow)],
@@ -185,7 +186,7 @@ def over_gradients(norms, given):
     return norms / np.linalg.norm(given.astype(np.float64).sum(1), axis=1)
 
 
-@pytest.mark.default_cases("onebit", "topk", "linear-2", "natural-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FED_BACK)
 def test_residuals_stay_bounded_of_every_compressor_that_feedback_takes(name):
     two_way.initial(Compression(compressor=FED_BACK[name]), WORKERS * ROW, WORKERS, 1)
@@ -197,7 +198,7 @@ def test_residuals_stay_bounded_of_every_compressor_that_feedback_takes(name):
 MIXES = {"topk-onebit": (TopKEntries(k=0.05), OneBit()), "onebit-linear": (OneBit(), LinearDithering(levels=2))}
 
 
-@pytest.mark.default_cases("onebit", "topk", "linear-2", "natural-2", "topk-onebit")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FED_BACK, *MIXES])
 def test_what_was_applied_and_what_is_remembered_is_the_uncompressed_sum(name):
     """At each of the first steps, with sums and residuals in float64."""

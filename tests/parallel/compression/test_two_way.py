@@ -124,6 +124,7 @@ def test_what_was_applied_and_what_is_remembered_is_the_uncompressed_sum(compres
     assert np.abs(devices.remembered()).max() > 1
 
 
+@pytest.mark.slow
 def test_corrected_errors_keep_that_in_units_of_the_update_when_the_learning_rate_changes():
     """Steps at a rate of 0, with which schedules and phases begin, apply nothing and lose nothing. In float64."""
     rates, n = [0.0, 0.1, 0.1, 0.4, 0.0, 0.0, 0.4, 0.05, 0.2], 200
@@ -199,6 +200,7 @@ def test_momentum_is_added_before_compression():
         np.testing.assert_allclose(devices.reduce(given)[0], (given + 0.9 * moment).sum(0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_random_places_travel_on_as_they_are_and_owners_have_no_errors():
     """So that correcting owners at the chosen places alone, the third kind of the released code, is the same."""
     devices = Devices(Compression(compressor=RandomKEntries(k=0.1, scale="none")))
@@ -218,7 +220,7 @@ def test_random_places_are_scaled_by_what_the_feedback_needs(owner):
         assert compression.of_owners == RandomKEntries(k=3, scale="none" if owner is None else scale)
 
 
-@pytest.mark.default_cases("random")
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", [LinearDithering(levels=16), RandomKEntries(k=0.25)], ids=["linear", "random"])
 def test_what_is_right_on_average_needs_no_memory(compressor):
     compression = Compression(compressor=compressor, error_feedback="none")
@@ -281,6 +283,7 @@ def test_a_compressor_of_ones_own_needs_no_rule_for_other_devices():
     np.testing.assert_allclose(total[:N], devices.remembered(), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "local"), [(8, 1), (4, 1), (1, 1), (4, 2), (3, 2)])
 def test_other_devices_remember_the_same(hosts, local):
     devices = Devices(Compression(compressor=TopKEntries(k=0.05), momentum=0.5), HOSTS, n=999)
@@ -312,7 +315,7 @@ def quadratic(compression, steps, rate, seed=0):
     return float(((x - optima.mean(0)) ** 2).sum())
 
 
-@pytest.mark.default_cases("topk")
+@pytest.mark.slow
 @BIASED
 def test_error_feedback_is_what_lets_a_biased_compressor_converge(compressor):
     with_it = quadratic(Compression(compressor=compressor), 400, 0.05)
@@ -340,6 +343,7 @@ def test_bytes_are_those_of_the_payload():
     assert (compiled_bytes.within, compiled_bytes.between) == pytest.approx((within, 2 * payload), abs=16)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DOCS.exists(), reason="runs in a checkout")
 def test_the_loop_of_the_documents_finds_the_parameters():
     (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
@@ -431,7 +435,7 @@ def on_mesh(given, *, axes=("data",), fast=(), mesh=None, init=None, of=None, ch
     return jax.tree.map(np.asarray, jax.jit(run)(given, state))
 
 
-@pytest.mark.default_cases("onebit", "2x4")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -242,6 +242,7 @@ def test_bfloat16_rows_are_updated_in_float32():
     assert float(numpy_unstack(on, state)["t"]["rows"][0, 0]) == 1 - 16 * 2.0**-9
 
 
+@pytest.mark.slow
 def test_a_donated_state_is_updated_in_place():
     on = collection(tables_of(RowwiseAdagrad()), 8)
     features = device_features(on, batch(BATCH), BATCH)
@@ -258,6 +259,7 @@ def test_a_donated_state_is_updated_in_place():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_ids_and_rows_travel_by_all_to_all_and_memory_falls_with_devices():
     table = TableConfig(name="t", rows=8192, dim=32, features=("a", "b"))
     arguments, temporary = [], []

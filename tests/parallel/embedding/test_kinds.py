@@ -123,7 +123,7 @@ def _cases():
     assert number == len(default)
 
 
-@pytest.mark.default_cases("row_wise-shard-adam-True-8", "grid-copy-sgd-False-8")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "replicas", "name", "weighted", "devices"), [*_cases()])
 def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted, devices):
     tables = wide_tables(OPTIMIZERS[name])
@@ -183,6 +183,7 @@ def test_a_plan_of_several_kinds_equals_one_device_to_the_bit(name):
     equal(after, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [n if n in ("adam", "rowwise") else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]

@@ -136,7 +136,7 @@ def equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.default_cases("8-table_wise")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "kind"),
     [
@@ -195,7 +195,7 @@ def both(devices, kind):
     return each, fresh(each), step_of(each)
 
 
-@pytest.mark.default_cases("8-table_wise")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "kind"), [(1, "row_wise"), pytest.param(3, "row_wise", marks=pytest.mark.slow), (8, "table_wise")]
 )

@@ -116,6 +116,7 @@ def literal(batches, residuals):
     return sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [

@@ -165,7 +165,7 @@ def lies(x, spec, mesh=None):
     return x.sharding.is_equivalent_to(NamedSharding(mesh or make_mesh(), spec), x.ndim)
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @in_every_way
 def test_losses_and_sums_equal_one_device(sharding, form, accumulate, parts, trained):
     found, expected = on_devices(sharding, form, accumulate, parts, trained), on_one_device(parts)
@@ -173,6 +173,7 @@ def test_losses_and_sums_equal_one_device(sharding, form, accumulate, parts, tra
     assert found.sums["examples"] == B
 
 
+@pytest.mark.default_cases(first=5)
 @in_every_way
 def test_trained_parameters_alone_get_gradients_those_of_one_device(sharding, form, accumulate, parts, trained):
     found, expected = on_devices(sharding, form, accumulate, parts, trained), on_one_device(parts)
@@ -204,7 +205,7 @@ def test_variables_go_from_part_to_part_and_rows_of_them_with_the_batch(sharding
     assert lies(found.variables["queue"], ROWS)
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_inputs_and_variables_keep_shardings_over_other_axes(form, parts):
@@ -227,6 +228,7 @@ def stated(strategy, with_inputs=True, **options):
     return stablehlo.stated_collectives(jax.jit(run).lower(params, batch, **others), run.mesh)
 
 
+@pytest.mark.default_cases(first=2)
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("strategy", [FULL, Ddp()], ids=["full", "ddp"])
 def test_inputs_are_not_exchanged(strategy, parts):
@@ -274,7 +276,7 @@ class Signs(Fsdp):
         return OneBit(super().exchange(layouts, axes))
 
 
-@pytest.mark.default_cases("communicate-4", "local-4")
+@pytest.mark.slow
 @pytest.mark.parametrize(("accumulate", "parts"), [("communicate", 1), ("communicate", 4), ("local", 4)])
 def test_a_run_goes_on_to_the_bit_with_the_state_of_an_exchange(accumulate, parts):
     strategy = Signs(sharding="HYBRID_SHARD", form="explicit", accumulate=accumulate)
@@ -309,6 +311,7 @@ def test_a_run_goes_on_to_the_bit_with_the_state_of_an_exchange(accumulate, part
         np.testing.assert_allclose(s["held"].sum() / 2, params[path].sum(), rtol=1e-12)  # one shard a device, twice
 
 
+@pytest.mark.slow
 def test_residuals_stay_bounded_in_units_of_the_mean_alone():
     # What a heavy batch leaves out is too much for a light one, unless both are counted by weight.
     run, params = prepared(Signs(sharding="HYBRID_SHARD", form="explicit"))
@@ -439,7 +442,7 @@ def staged(given):
     return Loss(losses.sum(), pipeline.on_last_stage(jnp.float64(len(x))), {}, {"losses": losses}), {}
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("sharding", ["NO_SHARD", "FULL_SHARD"])
 def test_inputs_of_a_pipeline_get_the_gradients_of_all_stages(sharding, parts):

@@ -73,6 +73,7 @@ def test_a_parabola_is_that_of_numpy_however_far_its_amounts_lie():
     np.testing.assert_allclose(found(amounts), np.polyval([a, b, c], np.log(amounts)), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say():
     truth = scaling.LLAMA3(3.8e25)
     held = 0

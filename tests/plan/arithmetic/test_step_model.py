@@ -192,7 +192,7 @@ def test_executed_products_are_those_of_the_traced_step(mlp, remat):
     assert quadratic >= 2 * 3 * decoder.heads * decoder.head_dim * 6 * 2
 
 
-@pytest.mark.default_cases("dense-dots", "*-full", "sequential-dots")
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["dots", "full"])
 @pytest.mark.parametrize("mlp", MLPS)
 def test_kept_activations_are_what_the_backward_pass_is_handed(mlp, remat):

@@ -46,7 +46,7 @@ def test_mse_never_loses_to_max(format):
     assert errors(x, format, method="mse") <= errors(x, format) * (1 + 1e-6)
 
 
-@pytest.mark.default_cases("nvfp4")
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp4_e2m1", "int4:32", "nvfp4"])
 def test_mse_gains_where_outliers_are(format):
     assert errors(outliers(), format, method="mse") < 0.99 * errors(outliers(), format)
@@ -71,6 +71,7 @@ def test_mse_of_exponents_is_the_best_of_three():
         assert found[(0, -1, 1).index(chosen)] <= min(found) * (1 + 1e-5)
 
 
+@pytest.mark.slow
 def test_a_percentile_of_all_is_the_largest():
     x = outliers()
     for format in FORMATS:

@@ -31,7 +31,7 @@ def theirs(tmp_path_factory):
     return folder, write_model(folder)
 
 
-@pytest.mark.default_cases("nvfp4")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bdr_mx9", "nvfp4", pytest.param("mxfp6_e3m2", marks=pytest.mark.slow)])
 def test_weights_read_back_as_the_format_has_them(theirs, tmp_path, name):
     source, weights = theirs
@@ -50,7 +50,7 @@ def test_weights_read_back_as_the_format_has_them(theirs, tmp_path, name):
     assert sum(row.format == name for row in rows) == MATRICES
 
 
-@pytest.mark.default_cases("mxfp6*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "each"),
     [
@@ -112,6 +112,7 @@ def test_each_expert_is_a_matrix_of_its_own(mixtral, tmp_path, layout, name):
         assert set(content["ignore"]) == {"lm_head", *(f"model.layers.{i}.block_sparse_moe.gate" for i in (0, 1))}
 
 
+@pytest.mark.slow
 def test_the_layout_of_gpt_oss_has_all_experts_in_one_tensor(mixtral, tmp_path):
     source, weights = mixtral
     quantize(source, tmp_path / "out", "mxfp4_e2m1", layout="gpt-oss")
@@ -129,6 +130,7 @@ def test_the_layout_of_gpt_oss_has_all_experts_in_one_tensor(mixtral, tmp_path):
     np.testing.assert_array_equal(opened.source.read("layers/mlp/router", 1), router)
 
 
+@pytest.mark.slow
 def test_experts_that_are_quantized_become_plain_ones(mixtral, tmp_path):
     """From both forms to both."""
     source, _ = mixtral
@@ -247,6 +249,7 @@ def test_scales_that_are_none_are_refused(theirs, tmp_path, format, role, value,
         read_weights(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "said", "words"),
     [

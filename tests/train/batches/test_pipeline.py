@@ -145,6 +145,7 @@ def instructions(text):
     return found
 
 
+@pytest.mark.slow
 def test_the_compiled_exchange_of_the_next_ids_waits_for_nothing_of_the_step(rows):
     whole = experiment(rows, tables__pipeline="ids", placement__mesh=MeshShape(fsdp=-1))
     whole = changed(whole, tables__sharding=ShardingPlan())

@@ -439,6 +439,7 @@ def kill_and_check(folder: pathlib.Path, kills: int, seed: int) -> None:
         subprocess_steps.close()
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_leaves_only_checkpoints_that_restore(tmp_path):
     kill_and_check(tmp_path / "c", kills=3, seed=0)
 
@@ -462,6 +463,7 @@ def in_small_disk(folder: pathlib.Path, size: str, then: str, *command: str) -> 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param("200k", marks=pytest.mark.slow), "800k"])
 def test_a_full_disk_is_one_message_and_earlier_checkpoints_stay_usable(tmp_path, size):
     done = in_small_disk(tmp_path, size, "true", sys.executable, str(WORKER), "fill", str(tmp_path / "c"))
@@ -477,6 +479,7 @@ def test_a_full_disk_is_one_message_and_earlier_checkpoints_stay_usable(tmp_path
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_read_only_disk_is_one_message(tmp_path):
     then = f"mount -o remount,ro {tmp_path}"
     done = in_small_disk(tmp_path, "1m", then, sys.executable, str(WORKER), "fill", str(tmp_path / "c"))

@@ -66,7 +66,7 @@ def back_to_intact(run):
         return checkpoints.back_to_intact(), checkpoints.damaged()
 
 
-@pytest.mark.default_cases("full-damage3*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "damage", "goes_on", "moved"),
     [

@@ -358,6 +358,7 @@ def test_a_tracked_checkpoint_that_lacks_its_marks_is_refused(tmp_path):
         made.restore(2, {"tables": tracked.abstract_stored()})
 
 
+@pytest.mark.slow
 def test_a_served_copy_follows_a_run(runs, rows, tmp_path):
     folder = runs[0] / "checkpoints"
     served = publish.load(folder, 2)

@@ -196,6 +196,7 @@ def test_an_array_is_read_when_it_is_indexed_and_no_other(click, monkeypatch):
     assert set(tables) == {"many"}
 
 
+@pytest.mark.slow
 def test_an_array_is_placed_on_a_mesh_piece_by_piece(click):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     model = open_run(click)
@@ -207,6 +208,7 @@ def test_an_array_is_placed_on_a_mesh_piece_by_piece(click):
         np.testing.assert_array_equal(placed, array[...], err_msg=name)
 
 
+@pytest.mark.slow
 def test_what_an_opened_run_lost_meanwhile_is_an_error(graph, tmp_path):
     folder = shutil.copytree(graph, tmp_path / "run")
     model = open_run(folder)
@@ -284,6 +286,7 @@ def test_variables_averages_and_narrow_numbers(tmp_path):
     assert not (tmp_path / "written" / "experiment.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["click", "language", "graph"])
 def test_a_written_run_holds_the_same_bits(run, request, tmp_path):
     folder = request.getfixturevalue(run)
@@ -358,6 +361,7 @@ def test_a_written_run_of_a_click_model_is_scored_and_begun_with(click, rows, me
         Run.bind(begun, begun.data.build(), make_mesh(mesh)).begin()
 
 
+@pytest.mark.slow
 def test_a_written_run_of_a_language_model_is_converted(language, tmp_path):
     folder, experiment = language
     # A surgery: one parameter is another, in memory, and the rest stays on disk.
@@ -375,6 +379,7 @@ def test_a_written_run_of_a_language_model_is_converted(language, tmp_path):
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_a_written_run_is_known_by_its_record_and_scored(tmp_path):
     sets = ["steps=1"]
     experiment = configs.load("gcn-smoke", sets)
@@ -502,6 +507,7 @@ def test_a_run_is_written_with_about_two_of_its_arrays_in_memory(tmp_path):
         assert grown < 2 * largest + 32 * 2**20, done.stdout  # and what threads compress at a time
 
 
+@pytest.mark.slow
 def test_nothing_else_opens_a_checkpoint():
     package = pathlib.Path(scalejax.__file__).parent
     words = {"orbax", "tensorstore", "ArrayStore", "array_store.stored", "chain_to"}

@@ -174,6 +174,7 @@ def test_float64_under_x64(x64):
         assert got[name] == pytest.approx(value, rel=1e-12), name
 
 
+@pytest.mark.slow
 def test_types_never_mix(strict_promotion):
     logits, labels, weights = examples(5, 16)
     sums = metrics.update(metrics.zeros(1, bins=BINS), jnp.asarray(logits, jnp.bfloat16), labels, weights)

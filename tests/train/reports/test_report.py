@@ -117,6 +117,7 @@ def check_page(path):
     return " ".join(tags.texts), pictures
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_everything(tmp_path):
     text, pictures = check_page(report.write_report(make_run(tmp_path / "run", progressive=True)))
     assert len(pictures) == 4 + 3 + 2 + 2  # curves, progressive, predictions, time
@@ -162,6 +163,7 @@ def test_what_a_run_measures_comes_from_its_folder(tmp_path):
         report.write_report(folder)
 
 
+@pytest.mark.slow
 def test_equal_folders_give_equal_reports(tmp_path):
     first, second = (report.write_report(make_run(tmp_path / name / "run")).read_bytes() for name in "ab")
     assert first == second

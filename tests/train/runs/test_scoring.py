@@ -15,6 +15,7 @@ from scalejax.train.reports import summary as summaries
 from scalejax.train.runs import binding, scoring
 
 
+@pytest.mark.slow
 def test_scores_that_are_not_finite_are_refused(tmp_path):
     experiment = small_run.experiment(small_run.write(tmp_path / "rows.parquet"))
     data = experiment.data.build()

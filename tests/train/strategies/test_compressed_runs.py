@@ -86,6 +86,7 @@ def remembered(state, hosts):
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(texts, whole, tmp_path):
     strategy = ddp(TopKEntries(k=0.05))
     killed_run.train(experiment_of(texts, strategy), tmp_path, at=7)
@@ -153,6 +154,7 @@ def test_rates_of_corrected_errors_are_those_of_steps_that_were_taken(texts):
         assert float(program._learning_rate(state)) == pytest.approx(float(rates(step - skipped)), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_clan_with_the_identity_is_lans(texts, tmp_path):
     """Three steps: the same losses and parameters, where gradients are added up in the order of devices both times."""
     plain, clan = (
@@ -263,6 +265,7 @@ def test_every_rule_of_an_optimizer_is_looked_at(texts):
     bound(experiment_of(texts, ddp(OneBit(), error_feedback="corrected"), optimizer=rules(slow, slow)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

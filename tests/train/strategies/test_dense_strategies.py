@@ -85,7 +85,7 @@ def check(texts, on_one_device, strategy, shape, optimizer, parts):
 
 
 # Every form and way to accumulate, every optimizer, and meshes with a tensor axis and with stages.
-@pytest.mark.default_cases("explicit FULL_SHARD-stage-clipped-whole")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh", "optimizer", "parts"),
     [

@@ -84,6 +84,7 @@ def test_a_run_goes_on_on_other_devices_with_its_copies(texts, trained):
         jax.tree.map(np.testing.assert_array_equal, here["params"], eight["params"])
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_with_the_copies_wherever_that_is(texts, trained):
     folder, said = trained
     assert scored(experiment_of(texts), folder, 8) == said["val_loss"]
@@ -139,6 +140,7 @@ def test_parameters_on_the_host_are_refused(texts):
         Run.bind(experiment, experiment.data.build(), make_mesh(MESH))
 
 
+@pytest.mark.slow
 def test_full_shard_is_refused_with_the_memory_of_the_copies(texts):
     with pytest.raises(UserError, match=r"no field 'sharding' \(every device keeps a whole copy .* 2 bytes"):
         overrides.apply(experiment_of(texts), ["strategy.sharding=FULL_SHARD"])

@@ -269,6 +269,7 @@ def test_what_crosses_between_hosts_is_what_leaves_the_towers(rows, form, hosts,
     assert {c.kind for c in found} == {"all-to-all", "all-reduce"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(5, 3), pytest.param((1, 4, 2, 1), marks=pytest.mark.slow)], ids=str)
 def test_smaller_towers_send_as_much_as_the_largest(rows, sizes):
     """b T (outputs of the largest) D numbers, not b W / c, which are as many for equal towers only."""
@@ -283,7 +284,7 @@ def test_smaller_towers_send_as_much_as_the_largest(rows, sizes):
     assert sorted(between) == sorted([ids, sent, sent])
 
 
-@pytest.mark.default_cases("DCN", "FM")
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [m for m in MODULES if m != "none"])
 def test_under_jit_a_device_computes_its_own_examples_alone(rows, module):
     modules = tuple(

@@ -9,6 +9,7 @@ from scalejax.errors import UserError
 from scalejax.parallel.compression.compressors import Blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "size"), [(4, 128), (8, 128), (4, 2048)])
 def test_integers_are_one_of_the_two_next_to_the_value(bits, size):
     x, most = heavy(2, 300), 2 ** (bits - 1) - 1

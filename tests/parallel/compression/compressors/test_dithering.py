@@ -19,7 +19,7 @@ def chance_of(shape, bits):
     return (np.asarray(place_bits(KEY, shape)) >> (32 - bits)) * 2.0**-bits
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["max", "l2"])
 @pytest.mark.parametrize("levels", [1, 7, 100, 32767])
 def test_linear_levels_are_those_of_the_definition(scale, levels):
@@ -40,7 +40,7 @@ def test_linear_levels_are_those_of_the_definition(scale, levels):
     assert abs(got).max() <= levels
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["max", "l2"])
 @pytest.mark.parametrize("levels", [1, 2, 4, 8, 30])
 def test_natural_levels_are_those_of_the_definition(scale, levels):
@@ -103,6 +103,7 @@ def read_delta(text, at):
     return int("1" + text[at : at + count - 1], 2), at + count - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", [LinearDithering(levels=40, scale="l2"), NaturalDithering(levels=6)])
 def test_the_entropy_coded_size_is_that_of_a_literal_coder(compressor):
     row = np.asarray(compressor.signed_levels(encoded(compressor, heavy(1, 700), KEY), 700))[0]

@@ -21,6 +21,7 @@ def streams(codes, bits):
     return found
 
 
+@pytest.mark.default_cases(first=10)
 @pytest.mark.parametrize("bits", range(1, 17))
 def test_bytes_are_those_of_the_definition_and_come_back(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (2, 21))

@@ -20,6 +20,7 @@ OF_ANY_SIZE = {
 }
 
 
+@pytest.mark.default_cases(first=15)
 @ALL
 @pytest.mark.parametrize("n", [30, 37, 1000])
 def test_a_row_takes_the_bytes_it_says(compressor, n):
@@ -31,6 +32,7 @@ def test_a_row_takes_the_bytes_it_says(compressor, n):
     assert (decoded.shape, decoded.dtype) == ((3, n), jnp.float32)
 
 
+@pytest.mark.default_cases(first=7)
 @ALL
 def test_rows_do_not_depend_on_each_other_and_zeros_stay_zeros(compressor):
     x = heavy(3, N)
@@ -60,6 +62,7 @@ def test_what_is_no_number_is_never_finite(compressor, value):
         assert np.isnan(got[1]).all()
 
 
+@pytest.mark.default_cases(first=8)
 @ALL
 def test_equal_keys_give_equal_payloads_and_others_others(compressor):
     x = heavy(3, N)
@@ -70,6 +73,7 @@ def test_equal_keys_give_equal_payloads_and_others_others(compressor):
         assert any(not np.array_equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", DRAWING.values(), ids=DRAWING)
 def test_it_is_as_biased_as_it_says(compressor):
     x = heavy(2, 13)
@@ -85,6 +89,7 @@ def test_values_of_any_size_come_back_alike(compressor, exponent):
     np.testing.assert_allclose(scaled / factor, back(compressor, x, key_of(compressor)), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_travel_between_devices_and_are_decoded_there():
     travelling = {name: EACH[name] for name in ("onebit", "topk", "randomk", "natural", "int4")}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -62,6 +62,7 @@ def test_the_largest(k):
     np.testing.assert_array_equal(back(TopKEntries(k=k), X), dense(TOP[k]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", RANDOM)
 def test_values_at_random_places(k):
     found = np.asarray(many(RandomKEntries(k=k), X, 50))[:, 0]
@@ -72,6 +73,7 @@ def test_values_at_random_places(k):
     assert np.count_nonzero(back(RandomKEntries(k=12), X, KEY)) == 11
 
 
+@pytest.mark.default_cases(first=4)
 @pytest.mark.parametrize(("kind", "scale", "levels"), DITHERED)
 def test_stochastic_levels(kind, scale, levels):
     unit, recorded = DITHERED[kind, scale, levels]

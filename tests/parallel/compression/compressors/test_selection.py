@@ -44,7 +44,7 @@ def places(n, k, count):
     return jax.vmap(lambda key: selection.distinct(key, n, k))(keys)
 
 
-@pytest.mark.default_cases("1-1", "13-4", "46341-300")
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 1), (5, 5), (13, 4), (1000, 999), (46341, 300)])
 def test_places_are_distinct_and_in_the_row(n, k):
     drawn = np.asarray(places(n, k, 20))
@@ -54,7 +54,7 @@ def test_places_are_distinct_and_in_the_row(n, k):
         assert len(set(row.tolist())) == k
 
 
-@pytest.mark.default_cases("14-5", "100-3")
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (13, 4), (14, 5), (100, 3)])
 def test_every_place_and_every_pair_comes_equally_often(n, k):
     count = 20_000

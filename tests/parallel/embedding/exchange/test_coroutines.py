@@ -122,6 +122,7 @@ def collection(tables, exchange, devices=8, hosts=2, kinds=KINDS, columns=1):
 TWO_LEVEL = {"capacity_factor": 8.0, "route": "two_level"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "weighted", "dtypes"),
     [
@@ -172,6 +173,7 @@ def test_statistics_of_columns_of_all_stacks_travel_together_too():
     assert text.count(" all-to-all(") == 3 + 2  # sums of squares to those who looked up, means to the owners
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "pipeline"),
     [

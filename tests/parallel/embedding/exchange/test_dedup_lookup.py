@@ -68,6 +68,7 @@ def plainly(accumulate, weighted):
     return two_steps(on, device_features(on, host, SIZE), given_grads(tables, host))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "kind", "weighted"),
     [

@@ -90,7 +90,7 @@ def test_statistics_of_cut_rows_travel_too():
     jax.tree.map(np.testing.assert_array_equal, without, padded)
 
 
-@pytest.mark.default_cases("padded*", "ragged-8*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("all_to_all", "skewed", "lost"),
     [

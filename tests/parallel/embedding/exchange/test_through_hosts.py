@@ -38,6 +38,7 @@ def looked_up(on, logical, host):
     return jax.device_get(look_up(numpy_stack(on, logical), device_features(on, host, BATCH)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["table_wise", "table_row_wise"])
 def test_each_hop_has_a_format_of_its_own(kind):
     tables, host = wide_tables(OPTIMIZERS["sgd"]), batch(BATCH)

@@ -33,7 +33,7 @@ ERRORS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4, "f
 SCALED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
-@pytest.mark.default_cases("bfloat16", "float8_e5m2", "int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ERRORS)
 def test_errors_are_within_half_a_unit(kind):
     rng = np.random.default_rng(1)
@@ -122,6 +122,7 @@ def run(exchange, kind="row_wise", size=1e-6):
     return embedded, moved, lowered.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "forward", "backward"),
     [

@@ -72,7 +72,7 @@ batches = st.lists(
 )
 
 
-@pytest.mark.default_cases("lfu", "ttl", "lru after 2")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @settings(max_examples=60, deadline=None)
 @given(trace=batches, gaps=st.lists(st.integers(0, 2), min_size=8, max_size=8))
@@ -104,6 +104,7 @@ def test_an_entry_that_stands_for_several_occurrences_counts_like_them(config):
     assert_equal(one, other)
 
 
+@pytest.mark.default_cases(first=5)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_finding_gives_the_rows_that_ids_have_and_zero_to_the_others(config):
     state, model, rng = id_map.init(config), Model(config), np.random.default_rng(6)
@@ -174,7 +175,7 @@ def test_a_map_taken_to_numpy_and_back_continues_as_if_nothing_had_happened(conf
     assert_equal(state, whole)
 
 
-@pytest.mark.default_cases("lru after 2")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIGS["lfu"], CONFIGS["lru after 2"]], ids=["lfu", "lru after 2"])
 def test_eight_devices_and_one_assign_the_same_rows(config):
     config = IdMapConfig(
@@ -318,6 +319,7 @@ def test_rows_of_the_first_ways_lie_evenly_on_every_number_of_devices():
         assert abs(counts - 512 / devices).max() < 60
 
 
+@pytest.mark.slow
 def test_an_empty_batch_changes_nothing():
     config = CONFIGS["lfu after 3"]
     state = id_map.init(config)

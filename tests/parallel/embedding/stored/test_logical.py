@@ -125,7 +125,7 @@ def test_a_state_moves_from_plan_to_plan_bit_for_bit(kinds):
 FRESH = ("table_row_wise", "column_wise", "grid", "data_parallel")
 
 
-@pytest.mark.default_cases("grid")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k in FRESH else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_fresh_rows_are_the_same_under_every_plan(kind):
     one = planned(1, "row_wise", "shard", 1)

@@ -64,6 +64,7 @@ def equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "devices"),
     [

@@ -94,6 +94,7 @@ def test_updates_are_the_same_to_the_bit_whatever_the_room():
     )
 
 
+@pytest.mark.slow
 def test_a_table_is_its_own_oracle_where_the_batch_has_fewer_rows_than_before():
     """Places that an earlier batch asked for hold no row: nothing beyond the rows of the batch changes."""
     room = Room()
