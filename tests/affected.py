@@ -326,7 +326,9 @@ def tests_of(changes: Mapping[str, tuple[str | None, str | None]]) -> list[str]:
     while names := _names(whole, seeds, reached) - named:
         named |= names
         word = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(names)))})(?![\w(])")
-        mention = {(m, "") for m in whole.codes if whole.files[m].startswith("tests/") and word.search(whole.codes[m].strings)}
+        mention = {
+            (m, "") for m in whole.codes if whole.files[m].startswith("tests/") and word.search(whole.codes[m].strings)
+        }
         reached |= whole.reached(mention - reached)
     found |= {tests[module] for module, _ in reached if module in tests}
     if not _is_hub(found, tests.values()):
@@ -338,7 +340,9 @@ def _names(whole: Project, seeds: set[Node], reached: set[Node]) -> set[str]:
     """By which texts name what is reached: modules that are loaded by name, classes beside what changed."""
     homes = {module for module, _ in seeds}
     stems = {m.rpartition(".")[2] for m, _ in reached if any(fnmatch.fnmatch(m, pattern) for pattern in BY_NAME)}
-    classes = {n for m, n in reached if m in homes and m.startswith("scalejax.") and n[:1].isupper() and not n.isupper()}
+    classes = {
+        n for m, n in reached if m in homes and m.startswith("scalejax.") and n[:1].isupper() and not n.isupper()
+    }
     return {stem for stem in stems if not stem.startswith("_")} | classes
 
 
@@ -355,7 +359,9 @@ def _of_hub(changes: Mapping[str, object], found: set[str]) -> list[str]:
     from tests.faults import read_faults
     from tests.tiers import QUICK
 
-    folders = {"tests" / pathlib.PurePath(file).parent.relative_to("scalejax") for file in changes if "scalejax/" in file}
+    folders = {
+        "tests" / pathlib.PurePath(file).parent.relative_to("scalejax") for file in changes if "scalejax/" in file
+    }
     own = {fault.test for fault in read_faults().values() if fault.file in changes}
     own |= {file for file in found if file in changes or pathlib.PurePath(file).parent in folders}
     print(

@@ -110,7 +110,9 @@ def test_files_that_are_no_code_reach_their_readers(files):
 
 def test_a_change_of_a_hub_says_so_and_names_the_quick_tier_and_the_tests_of_its_folder(files, monkeypatch, capsys):
     monkeypatch.setattr(affected, "HUB", 0.0)
-    named = affected.tests_of({"scalejax/optim/rates.py": (FILES["scalejax/optim/rates.py"], "def rate():\n    return 2\n")})
+    named = affected.tests_of(
+        {"scalejax/optim/rates.py": (FILES["scalejax/optim/rates.py"], "def rate():\n    return 2\n")}
+    )
     assert "it is one of a hub" in capsys.readouterr().err
     assert named[0] == "tests/optim/test_sgd.py"
     assert "tests/run/test_fixture.py" not in named

@@ -174,7 +174,7 @@ def _with_python() -> list[pathlib.Path]:
     return sorted(path for pattern in patterns for path in ROOT.glob(pattern) if path.name != "test_documents.py")
 
 
-@pytest.mark.default_cases(first=120)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", _with_python(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_imported_outside_of_the_package_exists(path):
     lacking = [each for code in _python_of(path) for each in _imported(code) if not _exists(*each)]

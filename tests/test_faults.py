@@ -98,4 +98,6 @@ def test_faults_are_spread_over_folders_by_lines_of_code(known):
     assert len(known) >= 160
     for folder in (faults.ROOT / "scalejax").iterdir():
         lines = sum(path.read_text().count("\n") for path in folder.rglob("*.py"))
-        assert sum(fault.file.startswith(f"scalejax/{folder.name}/") for fault in known.values()) >= lines // 1000, folder
+        assert sum(fault.file.startswith(f"scalejax/{folder.name}/") for fault in known.values()) >= lines // 1000, (
+            folder
+        )

@@ -84,11 +84,11 @@ def test_durations_that_cannot_be_read_are_said_once_and_files_count_alike(text,
 def test_what_was_measured_takes_the_place_of_what_was_known(tmp_path):
     path, file = tmp_path / "durations.json", "tests/test_tiers.py"
     own = "test_what_was_measured_takes_the_place_of_what_was_known"
-    path.write_text(
-        json.dumps({file: {own: [9.0, 7.0], "test_gone": [1.0, 1.0]}, "tests/test_gone.py": {"test": [1, 1]}})
-    )
+    marked = "test_the_parts_of_a_file_are_all_of_it_and_their_tests_stay"
+    functions = {own: [9.0, 7.0], "test_gone": [1.0, 1.0], marked: [2.0, 1.0]}
+    path.write_text(json.dumps({file: functions, "tests/test_gone.py": {"test": [1, 1]}}))
     tiers.store_durations({(file, own): [2.5, 0.0], (file, "test_gone"): [3.0, 0.0]}, path)
-    assert json.loads(path.read_text()) == {file: {own: [2.5, 7.0]}}
+    assert json.loads(path.read_text()) == {file: {own: [2.5, 7.0], marked: [0.0, 3.0]}}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,10 @@ def test_where_no_run_was_ever_committed_every_commit_has_the_next_shard():
 
 def test_steps_take_turns_whatever_shards_did_in_between():
     steps = ["python312", "notebooks", "documents"]
-    assert tiers.due([ran("notebooks", 9), ran("python312", 5), ran("documents", 2), ran(3, 0)], HISTORY, TODAY, steps) == "notebooks"
+    assert (
+        tiers.due([ran("notebooks", 9), ran("python312", 5), ran("documents", 2), ran(3, 0)], HISTORY, TODAY, steps)
+        == "notebooks"
+    )
     assert tiers.due([ran(3, 0), ran("python312", 0)], HISTORY, TODAY, steps) == "notebooks"
 
 
@@ -167,7 +170,9 @@ def test_a_shard_that_is_cut_off_by_time_is_recorded_and_fails_only_where_a_test
     found = iter(statuses)
     monkeypatch.setattr(tiers, "RECORD", tmp_path / "full_tier.tsv")
     monkeypatch.setattr(tiers, "pytest", lambda arguments: next(found))
-    monkeypatch.setattr(tiers, "pack", lambda units: [[Unit("tests/a.py", 0, 1, 1.0), Unit("tests/multiprocess/b.py", 0, 1, 1.0)]])
+    monkeypatch.setattr(
+        tiers, "pack", lambda units: [[Unit("tests/a.py", 0, 1, 1.0), Unit("tests/multiprocess/b.py", 0, 1, 1.0)]]
+    )
     assert tiers.main(["full", "--shard", "1", "--record", "--limit", "1"]) == status
     assert tiers.RECORD.read_text().split()[-1] == result
 
@@ -185,12 +190,18 @@ def test_what_has_not_begun_by_a_time_is_left_out_and_a_failure_until_then_count
     for name in "ab":  # a file for each process, of which the second test has not begun
         (tmp_path / f"test_{name}.py").write_text(text)
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *processes, f"--until={time.time() + 6}"]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        run, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
     assert "did not run" in done.stdout
     assert done.returncode == (1 if fails else tiers.CUT), done.stdout + done.stderr
 
 
-MEASURED = {("tests/a.py", "test_a"): [1.4, 0.0], ("tests/a.py", "test_b"): [9.0, 0.0], ("tests/b.py", "test_c"): [0.9, 5.0]}
+MEASURED = {
+    ("tests/a.py", "test_a"): [1.4, 0.0],
+    ("tests/a.py", "test_b"): [9.0, 0.0],
+    ("tests/b.py", "test_c"): [0.9, 5.0],
+}
 
 
 def test_functions_over_a_second_are_named_unless_they_are_exceptions(monkeypatch):

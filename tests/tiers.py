@@ -157,13 +157,19 @@ def read_durations(path: pathlib.Path = DURATIONS) -> Durations:
 
 
 def store_durations(measured: Mapping[tuple[str, str], Sequence[float]], path: pathlib.Path = DURATIONS) -> None:
-    """Puts what a run measured in the place of what was known; functions that are gone go.
+    """Puts what a run of whole files measured in the place of what was known; functions that are gone go.
+
+    A function that had unmarked cases and ran none of them has marks now.
 
     Args:
       measured: (file, test function) -> seconds of its unmarked cases, and of the others; 0 = it ran none of them.
       path: The file.
     """
     known = {file: dict(functions) for file, functions in (read_durations(path) if path.is_file() else {}).items()}
+    for file in {file for file, _ in measured}:
+        for function, (unmarked, marked) in known.get(file, {}).items():
+            if unmarked and (file, function) not in measured:
+                known[file][function] = [0.0, round(unmarked + marked, 2)]
     for (file, function), seconds in measured.items():
         functions = known.setdefault(file, {})
         before = functions.get(function, (0.0, 0.0))
@@ -229,7 +235,9 @@ def over_a_second(measured: Mapping[tuple[str, str], Sequence[float]]) -> list[s
     allowed = read_over_a_second()
     found = {f"{file}::{name}": unmarked for (file, name), (unmarked, _) in measured.items() if unmarked > 1}
     return [
-        f"{seconds:6.1f} s  {name}" for name, seconds in sorted(found.items(), key=lambda t: -t[1]) if name not in allowed
+        f"{seconds:6.1f} s  {name}"
+        for name, seconds in sorted(found.items(), key=lambda t: -t[1])
+        if name not in allowed
     ]
 
 

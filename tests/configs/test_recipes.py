@@ -24,6 +24,7 @@ OTHERS = (*LANGUAGE, *GRAPHS, *VISION)
 SMOKES = [name for name in RECIPES if name.endswith(("-smoke", "-smoke_alternate")) and name not in OTHERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_builds_without_reading_anything(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.chdir(tmp_path)

@@ -45,6 +45,7 @@ def test_a_run_opens_by_a_path_from_here(run, monkeypatch):
     assert np.isfinite(opened.source.read("embed/weight", None)).all()
 
 
+@pytest.mark.slow
 def test_a_run_brings_its_rules_for_number_formats(run):
     folder, experiment = run
     rules = (QuantizationRule(weight_qtype="bdr_mx6"),)

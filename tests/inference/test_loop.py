@@ -226,6 +226,7 @@ def test_a_cancelled_request_frees_its_slot_and_units_at_once(engine):
     assert found[last, 0][0] == greedy(engine, IDS[200:220], 4)
 
 
+@pytest.mark.slow
 def test_a_cancelled_sample_frees_its_slot_and_the_others_go_on(engine):
     asked = Request(
         prompt=tuple(IDS[:40]), max_tokens=30, samples=3, watched=True, sampling=TokenSampling(temperature=1.0, seed=3)
@@ -469,6 +470,7 @@ def test_what_can_never_be_served_is_refused(engine, fields, words):
     assert not on.busy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "words"),
     [

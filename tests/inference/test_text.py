@@ -46,6 +46,7 @@ def test_a_prompt_is_continued(writer):
     assert (got.prompt, got.text, got.ended) == ("ab", "cabcabc", "length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "want"), [(["bc"], "ca"), (["ca", "bc"], ""), (["xyz"], "cabcabcab"), (["a", "bca"], "c")]
 )

@@ -186,6 +186,7 @@ def test_the_kernel_of_lookups_takes_ids_of_64_bits(x64):
     np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, KERNEL], ids=["xla", "pallas_gpu"])
 def test_lookups_without_rows_or_bags(how):
     ids, lengths, nothing = jnp.asarray([0, 1]), jnp.asarray([1, 1]), jnp.zeros(0, jnp.int32)

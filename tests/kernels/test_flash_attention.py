@@ -252,6 +252,7 @@ def _temporary_bytes(length, *, gradient):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", [False, True])
 def test_temporary_memory_grows_with_the_length_and_not_with_its_square(gradient):
     shorter, longer = (_temporary_bytes(n, gradient=gradient) for n in (16384, 32768))

@@ -67,6 +67,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others():
     assert np.array_equal(np.isnan(fake), np.isnan(found))
 
 
+@pytest.mark.slow
 def test_a_range_beyond_float32_spares_all_rows():
     x = np.ones((4, 5), np.float32)
     x[1, :2] = 3e38, -3e38

@@ -91,6 +91,7 @@ def test_it_is_dense_attention(interpreted, heads, dtype, window, gone):
     assert not np.asarray(got, np.float32)[np.asarray(arguments[3]) < 0].any()
 
 
+@pytest.mark.slow
 def test_one_row_is_taken_as_it_is(interpreted):
     q, pages, table, positions, first = problem()
     arguments = q[:1], pages, table[:1], positions[:1], first[:1]

@@ -72,6 +72,7 @@ def test_sums_and_means_of_picked_edges_equal_those_of_xla(implementation, inter
         assert not np.asarray(out)[np.diff(csr.indptr) == 0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "rate"),
     [

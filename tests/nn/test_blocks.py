@@ -11,6 +11,7 @@ from scalejax import nn
 F64 = nn.Dtypes(jnp.float64, jnp.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["relu", "linear"])
 def test_mlp_applies_its_activation_after_every_layer_but_the_last(activation, x64):
     mlp = nn.Mlp((3, 5, 4, 2), rngs=nnx.Rngs(0), activation=activation, dtypes=F64)

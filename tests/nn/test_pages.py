@@ -221,6 +221,7 @@ def test_what_a_unit_had_before_reaches_nobody_even_if_it_is_not_finite(kept):
     np.testing.assert_array_equal(kv[:, other], np.asarray(bad.kv, np.float32)[:, other])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, pytest.param({"tensor": 4}, marks=pytest.mark.slow)])
 def test_a_mesh_changes_nothing(mesh):
     """Heads over `tensor`, whole where they do not divide."""

@@ -46,6 +46,7 @@ def test_the_sign_plays_no_part(name, rounding):
     np.testing.assert_array_equal(np.asarray(api.cast(-x, format, axis=1, rounding=rounding)), -np.asarray(one))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [-7, 1, 20])
 @pytest.mark.parametrize("name", EXPONENTS)
 def test_powers_of_two_pass_through(name, shift):
@@ -170,7 +171,7 @@ def test_the_same_key_gives_the_same_codes_in_any_layout():
 # Axes, tails, transformations.
 
 
-@pytest.mark.default_cases("bdr_mx6", "nvfp4")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bdr_mx6", "vsq4", "nvfp4", "mxfp6_e3m2"])
 def test_blocks_lie_along_any_axis(name):
     format = format_cases.small(name)
@@ -223,6 +224,7 @@ def test_the_gradient_of_a_cast_passes_straight_through():
     np.testing.assert_array_equal(np.asarray(stochastic(x)), np.asarray(weights))
 
 
+@pytest.mark.slow
 def test_no_program_gathers_or_takes_logarithms():
     for name in FORMATS:
         format = format_cases.small(name)

@@ -198,7 +198,7 @@ class _BrokenExchange(blocks.UncompressedExchange):
         return super()._reduce(path, x)
 
 
-@pytest.mark.default_cases("a mean of means")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("mistake", ["", "a gather is missing", "a mean of means", "a sum over one axis is missing"])
 def test_mistakes_of_an_exchange_show_in_gradients(mistake):

@@ -88,7 +88,7 @@ def test_without_rounding_one_level_is_the_plain_reduction_and_two_are_two_neste
     assert any((one[path] != two[path]).any() for path in SHAPES)
 
 
-@pytest.mark.default_cases("2x4", "4x2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [MESH, MeshShape(replica=4, fsdp=2), MeshShape(replica=2, fsdp=2, expert=2)],
@@ -149,6 +149,7 @@ def relative_error_with_all_transforms():
     return np.linalg.norm(total - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 def test_the_transform_helps_heavy_tails_with_eight_bits_within_hosts():
     """As along a run on text (.19 to .15): the slow hop alone counts, whose values are sums of four devices."""
     rotated, plain = (relative_error(reduced(Sdp4Bit(transform=t))) for t in ("hadamard", "none"))

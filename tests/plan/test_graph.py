@@ -35,7 +35,7 @@ def _experiment(path: str, name: str, mesh: MeshShape | None) -> Any:
     return changed(experiment, data=changed(experiment.data, **changes))
 
 
-@pytest.mark.default_cases("every edge-one", "drawn edges-eight")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, MeshShape(fsdp=4, tensor=2)], ids=["one", "eight"])
 @pytest.mark.parametrize("name", MODELS)
 def test_abstract_batches_are_those_that_training_places(name: str, mesh: MeshShape | None, path: str) -> None:

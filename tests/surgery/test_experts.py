@@ -33,6 +33,7 @@ def drawn(mlp, seed, **changes):
     )
 
 
+@pytest.mark.slow
 def test_an_mlp_is_copied_into_every_expert_and_routers_are_new():
     dense, fresh = drawn(GQA.mlp, 0), drawn(Experts(count=4), 1)
     made = Upcycle().operate(dense, fresh)

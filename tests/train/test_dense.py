@@ -111,6 +111,7 @@ def test_devices_and_parts_change_nothing_but_the_order_of_sums(texts, x64, devi
         np.testing.assert_allclose(value, found[0][1][name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 def test_parameters_begin_equal_to_the_bit_on_any_mesh(texts):
     one, eight = (program_of(small.experiment(texts), n)[0].init() for n in (1, 8))
     for name, value in eight.params.items():
@@ -216,6 +217,7 @@ def test_batches_and_rows_grow_during_a_run_and_a_part_of_it_goes_on_to_the_same
     assert found[:2] == pytest.approx(flops)
 
 
+@pytest.mark.slow
 def test_mfu_is_a_share_of_the_peak_that_is_named(texts, monkeypatch):
     program, data = program_of(small.experiment(texts), 8)
     run = Run(program, data)

@@ -65,6 +65,7 @@ def test_a_gcn_learns_what_features_alone_do_not_say(whole: dict[str, Any]) -> N
     assert "accuracy" in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_final_split_is_scored_where_validation_is_better_than_before(
     whole: dict[str, Any], path: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +377,7 @@ def test_says_what_is_wrong_with_a_run(path: str, changes: dict[str, Any], messa
         bind(gcn(path, **changes), gcn(path).data.build())
 
 
+@pytest.mark.slow
 def test_optimizer_names_a_layer_that_is_there(path: str) -> None:
     wrong = optim.AdamL2(only="layer/0/")
     with pytest.raises(UserError, match=r"no parameter begins with 'layer/0/'; there are layers/0/bias"):

@@ -107,6 +107,7 @@ def test_mini_batches_on_eight_devices_are_those_on_one(sharding: Any, path: str
     _same(eight, one)
 
 
+@pytest.mark.slow
 def test_a_clipped_step_is_as_long_as_it_says(path: str, x64: None) -> None:
     experiment = gcn(path, precision=WIDE, optimizer=SGD, gradients__clip=0.01)
     data = experiment.data.build()

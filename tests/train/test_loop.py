@@ -113,6 +113,7 @@ def test_equal_runs_write_equal_metrics(trained, rows, tmp_path):
     assert_equal_trees(stored(small_run.experiment(rows), tmp_path), stored(small_run.experiment(rows), trained[0]))
 
 
+@pytest.mark.slow
 def test_report_is_one_file_with_its_pictures(trained):
     page = (trained[0] / "report.html").read_text()
     sources = re.findall(r'src="([^"]{0,20})', page)
@@ -120,7 +121,7 @@ def test_report_is_one_file_with_its_pictures(trained):
     assert all(source.startswith("data:image/") for source in sources)
 
 
-@pytest.mark.default_cases("plan0-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
@@ -184,6 +185,7 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(rows, tmp_path):
     assert_equal_trees(stored(whole, tmp_path / "parts"), stored(whole, tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again(run, rows):
     def files():
         kept = [run / "metrics.jsonl", *sorted((run / "checkpoints").rglob("*"))]

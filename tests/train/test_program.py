@@ -107,6 +107,7 @@ def test_state_is_donated_and_the_step_compiles_once(experiment):
     assert built.train_step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_abstract_state_and_batch_describe_the_real_ones(experiment):
     data = experiment.data.build()
     built = binding.bind(experiment, data.schema, make_mesh(MeshShape()))

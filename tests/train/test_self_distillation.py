@@ -332,6 +332,7 @@ def test_parts_of_a_batch_keep_the_soft_labels_of_their_own_examples():
     np.testing.assert_allclose(state.variables["soft_labels"][:, 0], np.concatenate(wanted), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_means_that_evaluation_reads_are_those_of_the_teacher():
     run = bound(recipe(Smc()))
     state = run.program.init()

@@ -98,6 +98,7 @@ def test_weights_are_packed_or_decoded_in_memory(invoke, theirs, tmp_path):
     assert texts[0].stdout == texts[1].stdout
 
 
+@pytest.mark.slow
 def test_reading_with_the_wrong_format_is_one_message(invoke, theirs, tmp_path):
     quantize(theirs, tmp_path / "out", "mxfp8_e4m3")
     name = "model.layers.1.mlp.up_proj.weight"

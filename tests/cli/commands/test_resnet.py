@@ -55,6 +55,7 @@ def begun(experiment):
     return Run.bind(experiment, experiment.data.build(), make_mesh(MeshShape(), jax.devices()[:1])).begin()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -73,6 +73,7 @@ def test_one_command_learns_what_is_in_the_table(trained):
     assert f"scalejax train {run / own_table.FILE}" in printed
 
 
+@pytest.mark.slow
 def test_the_plan_that_is_printed_names_the_recipe_of_the_run(trained):
     _, run, printed = trained
     (plan,) = [line.strip().rpartition("  ")[0] for line in printed.splitlines() if "scalejax plan" in line]

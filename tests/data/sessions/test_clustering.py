@@ -117,6 +117,7 @@ def tables(draw: st.DrawFn) -> pa.Table:
     )
 
 
+@pytest.mark.slow
 @given(tables(), st.integers(1, 4), st.integers(1, 9), st.sampled_from(["plain", "dictionary"]))
 @settings(max_examples=25, deadline=None)
 def test_no_row_and_no_type_changes(

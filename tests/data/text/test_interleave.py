@@ -39,6 +39,7 @@ def test_any_stretch_is_found_alone(weights: list[int], start: int, size: int) -
     assert list(zip(source.tolist(), position.tolist(), strict=True)) == literal(order, start + size)[start:]
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any), min_size=2, max_size=4), st.data())
 @settings(max_examples=100, deadline=None)
 def test_shares_are_counted_from_each_change_and_no_row_of_a_source_is_lost(

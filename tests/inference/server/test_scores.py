@@ -163,6 +163,7 @@ def test_scores_are_to_the_bit_those_of_the_program_in_the_same_bucket(serve, di
         assert np.abs(called["logits"] - want["logits"][:count]).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_requests_of_several_clients_are_one_batch_and_each_has_its_rows(serve, direct, held):
     client = serve()
     parts = [rows_of(count, seed=count) for count in (1, 2, 1, 3, 1)]

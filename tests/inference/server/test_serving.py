@@ -279,6 +279,7 @@ def in_this_process(server):
         bound.close()
 
 
+@pytest.mark.slow
 def test_the_client_of_openai_talks_with_a_model_in_this_process(tmp_path):
     openai = pytest.importorskip("openai", reason="needs openai's client, which is no dependency")
     pytest.importorskip("tokenizers", reason="needs the extra llm")

@@ -132,6 +132,7 @@ def test_layers_begin_as_those_of_a_dense_model_of_as_many():
         np.testing.assert_allclose(block.mlp.down[...].std(), dense.mlp.down[...].std(), rtol=0.02)
 
 
+@pytest.mark.slow
 def test_at_a_capacity_of_1_it_is_the_gated_dense_layer(rows):
     x, segments, positions = rows
     segments = jnp.ones_like(segments)
@@ -141,6 +142,7 @@ def test_at_a_capacity_of_1_it_is_the_gated_dense_layer(rows):
     np.testing.assert_allclose(first_layer(module, (x, segments, positions))[0], expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_device_are_one_packed_row(rows):
     """Two rows compete for the places of both, and no token attends to one of the other row."""
     x, segments, positions = rows

@@ -173,6 +173,7 @@ def test_without_numbers_nothing_is_dropped(stream):
     np.testing.assert_allclose(module(x).reshape(expected.shape), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_the_losses_of_the_router_are_their_formulas(stream, k):
     """The balance loss as transformers computes it for Mixtral, of one layer."""
@@ -247,6 +248,7 @@ def chosen_by_loop(module, x, real, groups):
     return y, saw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["batched", "sequential"])
 @pytest.mark.parametrize(("group", "groups"), [("device", [[0, 1]]), ("sequence", [[0], [1]])])
 def test_experts_that_choose_are_the_loop_of_the_paper(stream, group, groups, execution):

@@ -107,6 +107,7 @@ def test_a_layer_is_the_loop_of_the_paper(x, name, execution):
         assert not numbers[f"{group}/dropped"].any()
 
 
+@pytest.mark.slow
 def test_a_capacity_that_holds_all_tokens_changes_nothing(x):
     """Places beyond the true count are masked: k is that of the tokens, not of the places."""
     modality = kinds("mixed")

@@ -27,6 +27,7 @@ def run(llama, ids, positions, segments):
     return jax.jit(lambda m, *inputs: m(*inputs))(llama, ids, positions, segments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 3, 11, 40])
 def test_a_query_sees_itself_and_those_just_before_it(x64, window):
     rng = np.random.default_rng(0)

@@ -179,6 +179,7 @@ def test_an_order_of_vectors_matters_to_the_convolution_alone(name, commutes, ra
     assert np.allclose(after, before, rtol=1e-11, atol=1e-11) == commutes
 
 
+@pytest.mark.slow
 def test_every_expert_drops_by_a_key_of_its_own(randomised, x64):
     config = dataclasses.replace(MODULES["experts"], dropout=0.5)
     module, (x, dense) = build(config, randomised), data()

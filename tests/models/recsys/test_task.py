@@ -109,6 +109,7 @@ def test_strict_promotion_holds_and_gradients_are_finite(config, dtype, schema, 
     assert all(np.isfinite(g).all() and g.dtype == jnp.float32 for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_counts_equal_the_real_model(config, schema, examples, dot_flops):
     task = config.task(schema)

@@ -176,6 +176,7 @@ def test_towers_without_modules_are_the_flat_model_to_the_bit_however_features_a
         assert config.task(schema).dense_parameters() == base.task(schema).dense_parameters()
 
 
+@pytest.mark.slow
 def test_linear_modules_are_a_block_diagonal_map_after_a_flat_lookup(schema, examples, randomised, x64):
     config = TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=D, mixed=2, each=0),))
     mixing = dataclasses.replace(config, modules=(LinearCompression(outputs=2),))
@@ -214,6 +215,7 @@ def test_what_a_smaller_tower_lacks_has_no_gradient(schema, examples, randomised
     assert not np.any(dcn["out"]["bias"][0, 2 * D :])
 
 
+@pytest.mark.slow
 def test_every_parameter_of_a_module_has_an_axis_of_towers(schema):
     config = TowersConfig(base=DLRM, towers=UNEQUAL, modules=MODULES["several widths of outputs"])
     for path, variable in nnx.to_flat_state(nnx.state(config.task(schema).init(nnx.Rngs(0), nn.FLOAT32))):

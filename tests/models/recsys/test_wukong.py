@@ -239,6 +239,7 @@ def polynomial(layers, zero_fm_block=False):
     return np.asarray(jax.jit(jax.vmap(value))(jnp.arange(-half, half + 1) / half))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_interaction_order_is_two_to_the_number_of_layers(layers, x64):
     values, order = polynomial(layers), 2**layers

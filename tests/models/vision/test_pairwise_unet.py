@@ -344,6 +344,7 @@ def test_what_is_shared_is_all_but_the_stem():
     assert size["plain"] == counts.parameters(counts.abstract(UNET.build, schema))
 
 
+@pytest.mark.slow
 def test_comparison_none_is_the_unet():
     model, plain = built(dataclasses.replace(SMALL, comparison="none")), built(UNET)
     state = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))

@@ -151,6 +151,7 @@ def test_logits_are_wide_where_products_are_narrow():
     assert np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_the_purpose():
     known = schema(8, 5)
     model = SMALL["basic"].build(known, nnx.Rngs(0), nn.FLOAT32)

@@ -213,6 +213,7 @@ def test_batch_norm_of_one_picture_is_refused(changes):
             feed.step(state)
 
 
+@pytest.mark.slow
 def test_one_picture_at_a_time_is_scored_with_batch_norm():
     run = bound(dataclasses.replace(SMALL, norm="batch"), 1, data__batch_size=1)
     assert np.isfinite(run.score(run.begin()[0], "validation")["val_loss"])

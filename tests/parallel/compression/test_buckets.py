@@ -147,6 +147,7 @@ def test_what_is_remembered_follows_the_factor_of_the_loss_and_its_length_does_n
     assert float(root) == pytest.approx(np.sqrt(8 * 2 * 4 + 8 * 4) / 2)
 
 
+@pytest.mark.slow
 def test_errors_are_of_the_sum_of_all_parts():
     """Whole numbers: gradients of four parts, and their sum in one, leave the same errors to the bit."""
     found = []

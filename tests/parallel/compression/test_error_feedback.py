@@ -106,6 +106,7 @@ class Ternary:
         return payload["signs"].astype(jnp.float32) * payload["scale"][:, None]
 
 
+@pytest.mark.slow
 def test_what_is_small_beside_what_cancels_stays_at_the_start_for_ever_without_feedback():
     """In every chunk workers pull one value to 8 and to -8, and all others to 1."""
     optima = np.ones((WORKERS, N), np.float32)

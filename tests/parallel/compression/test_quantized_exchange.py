@@ -62,7 +62,7 @@ def merge(rows, shape, dim):
     return np.moveaxis(np.asarray(rows).reshape(first), 0, dim)
 
 
-@pytest.mark.default_cases("*mxfp6_e3m2")
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     "axes",

@@ -212,6 +212,7 @@ def test_one_statistic_a_slice_is_another_optimizer_and_says_so_in_its_shape(kin
     assert abs(other["shared"]["rows"] - after["shared"]["rows"]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_dense_sum_of_a_copied_table_agrees_to_rounding():
     tables, host = wide_tables(OPTIMIZERS["rowwise"]), batch(BATCH, weighted=True)
     plan = ShardingPlan(tables=tuple(TablePlan(table=t.name, kind="data_parallel", update="psum") for t in tables))

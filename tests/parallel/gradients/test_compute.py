@@ -173,7 +173,7 @@ def test_losses_and_sums_equal_one_device(sharding, form, accumulate, parts, tra
     assert found.sums["examples"] == B
 
 
-@pytest.mark.default_cases(first=5)
+@pytest.mark.slow
 @in_every_way
 def test_trained_parameters_alone_get_gradients_those_of_one_device(sharding, form, accumulate, parts, trained):
     found, expected = on_devices(sharding, form, accumulate, parts, trained), on_one_device(parts)
@@ -182,6 +182,7 @@ def test_trained_parameters_alone_get_gradients_those_of_one_device(sharding, fo
         assert path not in found.params or lies(found.params[path], spec)
 
 
+@pytest.mark.slow
 @in_every_way
 def test_gradients_of_inputs_come_back_by_example(sharding, form, accumulate, parts, trained):
     found, expected = on_devices(sharding, form, accumulate, parts, trained), on_one_device(parts)
@@ -407,7 +408,7 @@ def towers(given):
     return Loss(((x.reshape(len(x), -1) @ head) ** 2).sum(), jnp.asarray(1.0 * len(x))), {}
 
 
-@pytest.mark.default_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("accumulate", ["communicate", "local"])
 @pytest.mark.parametrize("sharding", SHARDINGS)

@@ -96,6 +96,7 @@ def test_a_plan_never_exceeds_the_memory_and_is_whole(seed, shape, tight):
     assert planned.report.fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_input_gives_equal_plans_in_any_order(seed):
     tables, statistics = random_tables(np.random.default_rng(seed), 30)

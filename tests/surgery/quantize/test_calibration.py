@@ -101,6 +101,7 @@ def test_padding_does_not_count_in_a_percentile():
     np.testing.assert_array_equal(found.scales, made.scales)
 
 
+@pytest.mark.slow
 def test_a_percentile_of_zero_is_the_largest():
     """Most values of a pruned weight are zeros, and so are most blocks."""
     x = np.zeros((4, 2048), np.float32)

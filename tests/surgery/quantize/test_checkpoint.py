@@ -229,6 +229,7 @@ def test_codes_of_nan_are_counted(theirs, tmp_path):
         read_weights(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "role", "value", "words"),
     [

@@ -110,6 +110,7 @@ def test_a_last_block_is_padded_and_rows_come_some_at_a_time(monkeypatch):
     np.testing.assert_array_equal(parts.codes, whole.codes)
 
 
+@pytest.mark.slow
 def test_mse_scales_and_diffusion_go_together():
     weight, x = jnp.asarray(gaussian(5, 16, 64)), inputs(6, 64)
     covariance = x.T @ x

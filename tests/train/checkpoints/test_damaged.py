@@ -105,6 +105,7 @@ def test_it_goes_on_from_the_newest_intact_one_to_the_same_bits(rows, whole, tmp
         loop.evaluate(experiment(rows), workdir=run)  # whatever stands beside it
 
 
+@pytest.mark.slow
 def test_without_an_intact_one_nothing_begins_anew(rows, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole("full"), run)

@@ -374,6 +374,7 @@ def test_a_served_copy_follows_a_run(runs, rows, tmp_path):
     assert_equal(publish.load(folder, 6).tables, whole.tables)
 
 
+@pytest.mark.slow
 def test_folders_may_be_relative(runs, monkeypatch):
     monkeypatch.chdir(runs[0])
     served = publish.apply(publish.load(pathlib.Path("checkpoints"), 2), pathlib.Path("checkpoints/4"))
@@ -432,6 +433,7 @@ def test_rows_of_bfloat16_come_back(tmp_path):
     assert back.leaves["updated"][1].tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_row_wise_adagrad_is_what_these_runs_use(rows):
     """The bytes of a row above count on it."""
     assert isinstance(experiment(rows).tables.optimizer, RowwiseAdagrad)

@@ -219,6 +219,7 @@ def test_what_an_opened_run_lost_meanwhile_is_an_error(graph, tmp_path):
         model.params["layers/0/kernel"][...]
 
 
+@pytest.mark.slow
 def test_all_files_of_what_is_opened_are_checked_and_no_others(click, tmp_path):
     folder = shutil.copytree(click, tmp_path / "run")
     path = folder / "checkpoints" / "4" / "rows" / "00000.bin"
@@ -392,6 +393,7 @@ def test_a_written_run_is_known_by_its_record_and_scored(tmp_path):
     assert before | {"recipe": ""} == after | {"recipe": ""}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_run_that_could_not_be_written(graph, tmp_path):
     def unreadable(index):
         raise UserError("cannot read it")
@@ -456,6 +458,7 @@ def test_parameters_are_matched_with_those_of_a_model():
         matched(model, same | {"i": jax.ShapeDtypeStruct((), np.float32)}, "init")
 
 
+@pytest.mark.slow
 def test_a_run_of_another_size_is_named(language):
     folder, experiment = language
     wider = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, ffn_dim=48))

@@ -102,6 +102,7 @@ def test_losses_are_near_those_of_a_plain_run(texts, trained, tmp_path):
     assert trained[1]["val_loss"] != plain["val_loss"]
 
 
+@pytest.mark.slow
 def test_records_summary_and_report_say_what_is_left_out_and_remembered(trained):
     folder, said = trained
     windows = [r for r in run_folder.read_lines(folder / "metrics.jsonl") if r["kind"] == "window"]

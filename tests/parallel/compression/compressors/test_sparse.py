@@ -62,6 +62,7 @@ def test_sums_of_random_k_travel_on_without_another_error():
     np.testing.assert_array_equal(back(compressor, total, KEY), total)
 
 
+@pytest.mark.slow
 def test_random_k_contracts_by_k_of_n_on_average():
     x = heavy(1, 40)
     left = ((np.asarray(many(RandomKEntries(k=10, scale="none"), x, 4000), np.float64) - x) ** 2).sum(axis=(1, 2))

@@ -165,6 +165,7 @@ def step_of(on, features):
     return jax.jit(step).lower(on.abstract_state(), features).compile()
 
 
+@pytest.mark.slow
 def test_statistics_of_columns_of_all_stacks_travel_together_too():
     tables = [dataclasses.replace(t, dim=dim) for t, dim in zip(several_widths("rowwise")[1:3], (32, 64), strict=True)]
     on = collection(tuple(tables), Exchange(), kinds=dict.fromkeys(KINDS, "column_wise"), columns=2)

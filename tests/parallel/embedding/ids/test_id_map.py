@@ -104,7 +104,7 @@ def test_an_entry_that_stands_for_several_occurrences_counts_like_them(config):
     assert_equal(one, other)
 
 
-@pytest.mark.default_cases(first=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_finding_gives_the_rows_that_ids_have_and_zero_to_the_others(config):
     state, model, rng = id_map.init(config), Model(config), np.random.default_rng(6)

@@ -30,7 +30,7 @@ def collection(tables=TABLES, plan=None, devices=8):
     return EmbeddingCollection(tables=tables, mesh=mesh, plan=plan or ShardingPlan())
 
 
-@pytest.mark.default_cases("rows")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_counted_bytes_are_those_that_are_allocated(plan):
     each = collection(plan=plan)
