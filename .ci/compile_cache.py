@@ -1,7 +1,7 @@
 """Prints where compiled programs are kept from one run to the next, as a line of a shell.
 
-The folder lies outside of the checkout and is for one user, one jaxlib, one kind of CPU and one set of flags: programs of
-another are of no use, and may crash. A run passes without it. CI_COMPILE_CACHE=none turns it off.
+The folder lies outside of the checkout and is for one user, one jaxlib, one kind of CPU and one set of flags: programs
+of another are of no use, and may crash. A run passes without it. CI_COMPILE_CACHE=none turns it off.
 """
 
 import hashlib

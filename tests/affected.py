@@ -9,8 +9,8 @@ reached if it uses one of them, or what uses them in turn. `__init__` files are 
 `scalejax.optim` uses `scalejax.optim.optimizers.Adam` and nothing beside it. Annotations, and unions of types such as
 `Optimizer = Sgd | Adam`, are not uses.
 
-What is loaded by its name (a command, a recipe, a benchmark, a Pallas backend; a class for `--set`) is reached by the tests
-that have this name in their text. What neither shows is stated in `STATED` and `READ`.
+What is loaded by its name (a command, a recipe, a benchmark, a Pallas backend; a class for `--set`) is reached by the
+tests that have this name in their text. What neither shows is stated in `STATED` and `READ`.
 
 A change that reaches most of the tests is one of a hub. It says so on standard error, and prints the quick tier and the
 tests of the hub's own folder.
@@ -314,7 +314,7 @@ def tests_of(changes: Mapping[str, tuple[str | None, str | None]]) -> list[str]:
     named: set[str] = set()
     for file, (before, after) in changes.items():
         module = module_of(file)
-        if not file.endswith(".py") or file.startswith("tests/") and module in tests:
+        if not file.endswith(".py") or (file.startswith("tests/") and module in tests):
             continue
         code = whole.codes.get(module)
         for name in changed_names(module, before, after, file.endswith("__init__.py")):

@@ -51,7 +51,8 @@ import tiers
 from jax._src import compiler
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Collection makes millions of objects that live on, and so do traces: walking them again and again takes half of its time.
+# Collection makes millions of objects that live on, and so do traces: walking them again and again took two thirds of
+# the time of collection.
 gc.disable()
 # How long an example takes says how busy the machine is: hypothesis fails those above 0.2 s.
 hypothesis.settings.register_profile("any machine", deadline=None)

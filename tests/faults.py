@@ -5,9 +5,9 @@
     python -m tests.faults --affected           # only: does tests/affected.py name the nearest tests of their files?
 
 The copy has what git tracks, as it is now. Of each fault the nearest file of tests runs in a process of its own until a
-test fails: the test that the table names, then the default tier, and the rest of the file where that catches nothing. The
-test that failed runs once more without the fault, and has to pass. A fault that nothing catches changes nothing, and then
-it is no fault, or asks for a test. No run takes more than --limit seconds.
+test fails: the test that the table names, then the default tier, and the rest of the file where that catches nothing.
+The test that failed runs once more without the fault, and has to pass. A fault that nothing catches changes nothing,
+and then it is no fault, or asks for a test. No run takes more than --limit seconds.
 
 Compiled programs are kept with those of the checkout; JAX_COMPILATION_CACHE_DIR names another folder.
 """
@@ -208,14 +208,14 @@ def try_out(fault: Fault, folder: pathlib.Path, limit_s: float, known: str = "")
     if known and not known.startswith("("):
         runs.insert(0, ("default", f"{fault.test}::{known}", []))
     begun = time.monotonic()
-    caught_by, tier, options = None, "none", []
+    caught_by, options = None, list[str]()
+    tier: Tier = "none"
     try:
         _put(path, fault.planted(sound))
-        for tier, test, options in runs:
+        for of, test, options in runs:
             if caught_by := run_tests(folder, test, options, limit_s=limit_s):
+                tier = of
                 break
-        else:
-            tier = "none"
     except subprocess.TimeoutExpired:
         tier = "late"
     finally:

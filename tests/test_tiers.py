@@ -181,18 +181,17 @@ def test_a_shard_that_is_cut_off_by_time_is_recorded_and_fails_only_where_a_test
 @pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "two"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_has_not_begun_by_a_time_is_left_out_and_a_failure_until_then_counts(processes, fails, tmp_path):
-    (tmp_path / "conftest.py").write_text((tiers.ROOT / "tests" / "conftest.py").read_text())
-    (tmp_path / "tiers.py").write_text((tiers.ROOT / "tests" / "tiers.py").read_text())
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "over_a_second.toml").write_text("")
-    sleep = "import time\n\ndef test_{0}():\n    time.sleep({1})\n    assert not {2}\n"
-    text = sleep.format("first", 4, fails) + sleep.format("last", 0, False)[12:]
-    for name in "ab":  # a file for each process, of which the second test has not begun
-        (tmp_path / f"test_{name}.py").write_text(text)
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *processes, f"--until={time.time() + 6}"]
-    done = subprocess.run(
-        run, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
-    )
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    for name in ("conftest.py", "tiers.py", "over_a_second.toml"):
+        (folder / name).write_text((tiers.ROOT / "tests" / name).read_text())
+    # The first test moves the clock of its process far ahead, so that the second one has not begun in time.
+    first = f"    now = time.time()\n    time.time = lambda: now + 5000\n    assert not {fails}\n"
+    for name in "ab":  # a file for each process
+        (folder / f"test_{name}.py").write_text(f"import time\n\ndef test_first():\n{first}\ndef test_last(): ...\n")
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *processes, f"--until={time.time() + 2000}"]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert "did not run" in done.stdout
     assert done.returncode == (1 if fails else tiers.CUT), done.stdout + done.stderr
 

@@ -197,9 +197,9 @@ def default_seconds() -> dict[str, float]:
 
 
 def seconds_of(file: str, source: str, durations: Durations) -> float | None:
-    """Core-seconds that the full tier adds for a file; functions that were never measured count as the mean of the others.
+    """Core-seconds that the full tier adds for a file; None where no function of it was ever measured.
 
-    None where no function of the file was.
+    Functions that were not, in a file that was, count as the mean of the others.
     """
     known = durations.get(file, {})
     functions = functions_of(source)
