@@ -89,19 +89,23 @@ def chosen(passed):
     return None if passed is None else lambda new, cached: passed
 
 
-@pytest.mark.default_cases("context=4-pass_kv")
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "passed"),
-    [
-        ("context=4", "pass_kv"),
-        pytest.param("context=4", "pass_q", marks=pytest.mark.slow),
-        ("context=2,tensor=2", None),
-        *(pytest.param(name, None, marks=pytest.mark.slow) for name in MESHES if name != "context=2,tensor=2"),
-    ],
+    ("name", "passed"), [("context=4", "pass_kv"), ("context=4", "pass_q"), *((name, None) for name in MESHES)]
 )
 def test_tokens_are_those_of_one_device(folder, told, name, passed):
     on = loop.make_loop(opened(folder, on_mesh(name)), slots=8, kv_tokens=256 * PAGE, page=PAGE, choose=chosen(passed))
     assert script(on) == told
+
+
+def test_decoded_tokens_are_read_again_on_whichever_device_they_lie(folder, single):
+    """Tokens are decoded beyond a page of one device, and beyond a unit of pages of both."""
+    told = []
+    for engine in (single, opened(folder, on_mesh("context=2"))):
+        on = loop.make_loop(engine, slots=2, kv_tokens=128, page=PAGE)
+        on.submit(Request(prompt=tuple(IDS[:27]), max_tokens=12))
+        told.append(finished(on))
+    assert told[0] == told[1]
 
 
 def on_mesh(name):

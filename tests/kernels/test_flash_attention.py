@@ -54,7 +54,8 @@ LONG = (
 """Only in slow runs: what they have, another case has too."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
+@pytest.mark.default_cases("all at once", "window", "queries before the keys")
+@pytest.mark.parametrize("name", CASES)
 def test_chunks_of_xla_equal_the_reference_with_gradients(name):
     assert_matches_reference("xla", CASES[name])
 

@@ -185,18 +185,39 @@ def test_one_schedule_of_rates_goes_over_all_phases(whole):
     assert arrays["params.top/layers/0/kernel"].shape == (arrays["params.top/layers/0/kernel"].shape[0], 16)
 
 
-def test_tables_go_on_to_the_bit_and_the_model_computes_what_it_did(rows, tmp_path):
+def same_tables(run, state, before):
+    stored = {name: x for name, x in leaves(run, state).items() if name.startswith("tables.")}
+    assert set(before) == set(stored)
+    assert any("rows_" not in name for name in before)
+    for name, array in before.items():
+        np.testing.assert_array_equal(np.asarray(stored[name]), array, err_msg=name)
+
+
+def test_tables_go_on_to_the_bit(rows, tmp_path):
+    experiment = alternating(rows, schedule=((2, 1.0), (1, 0.5), (1, 1.0)))
+    runs = loop._bind(experiment, None)
+    run = runs[0]
+    state, host = run.begin()
+    with loop._checkpointer(tmp_path / "checkpoints", run) as checkpoints:
+        with run.feed(host, 2) as feed:
+            for _ in range(2):
+                feed.take()
+                state, _ = feed.step(state)
+            checkpoints.save(2, run.to_stored(state), host.to_dict())
+        before = {name: np.asarray(x) for name, x in leaves(run, state).items() if name.startswith("tables.")}
+        checkpoints.wait()
+        after, _ = runs[1].follow(run, checkpoints)
+    same_tables(runs[1], after, before)
+
+
+@pytest.mark.slow
+def test_tables_go_on_through_a_cut_and_a_growth_and_the_model_computes_what_it_did(rows, tmp_path):
     experiment = alternating(rows, schedule=((4, 1.0), (3, 0.5), (2, 1.0)), checkpoints__keep_last=20)
     loop.train(experiment, workdir=tmp_path)
     runs = loop._bind(experiment, None)
     for number, step in ((1, 4), (2, 7)):
         state = follows(runs, tmp_path, number)
-        stored = {name: x for name, x in leaves(runs[number], state).items() if name.startswith("tables.")}
-        before = tables(tmp_path, step)
-        assert set(before) == set(stored)
-        assert any("rows_" not in name for name in before)
-        for name, array in before.items():
-            np.testing.assert_array_equal(np.asarray(stored[name]), array, err_msg=name)
+        same_tables(runs[number], state, tables(tmp_path, step))
         there, _ = runs[number - 1].open_to_score(tmp_path, step)
         losses = [
             run.score(own, "test")["test_logloss"] for run, own in ((runs[number - 1], there), (runs[number], state))

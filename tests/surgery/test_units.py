@@ -367,6 +367,7 @@ def test_what_two_cuts_took_comes_back_as_it_was_at_each():
     )
 
 
+@pytest.mark.default_cases("Wukong")
 def test_growth_keeps_the_function_and_new_units_begin_at_nothing(halves):
     full, half, wide, narrow = halves
     before = ResizeUnits().operate_state([wide], narrow, [EACH])

@@ -108,6 +108,7 @@ def test_the_identity_is_the_uncompressed_sum_to_the_bit(where):
 
 @BOTH
 @BIASED
+@pytest.mark.default_cases("*float64-onebit-2x4")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_what_was_applied_and_what_is_remembered_is_the_uncompressed_sum(compressor, where, dtype):
     devices = Devices(Compression(compressor=compressor), where, dtype=dtype)

@@ -217,7 +217,7 @@ def whole(rows, tmp_path_factory):
     "strategy",
     [
         Signs(**HYBRID),
-        Differing(**FULL),
+        pytest.param(Differing(**FULL), marks=pytest.mark.slow),
         pytest.param(Signs(**FULL), marks=pytest.mark.slow),
         pytest.param(Signs(**HYBRID, accumulate="local"), marks=pytest.mark.slow),
         pytest.param(Differing(**HYBRID), marks=pytest.mark.slow),
