@@ -79,17 +79,14 @@ def test_everything_ends_with_the_script_however_it_ends(permitted: None) -> Non
     command = [sys.executable, "benchmarks/tower_exchange.py", "--hosts", "2", "--mbit", "77"]
     script = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
-        while len([p for p in processes_of(mark) if "--host" in p]) < 2 and time.monotonic() < deadline:
+        while len([p for p in processes_of(mark) if "--host" in p]) < 2 and script.poll() is None:
             time.sleep(0.05)
         assert len(processes_of(mark)) >= 3
     finally:
         script.send_signal(signal.SIGKILL)
         script.wait()
-    deadline = time.monotonic() + 20
-    while processes_of(mark) and time.monotonic() < deadline:
+    while processes_of(mark):  # as long as a test may take
         time.sleep(0.05)
-    assert not processes_of(mark)
 
 
 def test_without_namespaces_it_says_why_and_gives_bytes_over_rate(

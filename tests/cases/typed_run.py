@@ -60,7 +60,7 @@ class Processes:
     all: list[subprocess.Popen]
     errors: list[pathlib.Path]
 
-    def wait(self, timeout_s: float = 120) -> list[int]:
+    def wait(self, timeout_s: float = 300) -> list[int]:
         """Their statuses; negative for a signal. Kills what is left."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -104,7 +104,7 @@ def start(arguments: Sequence[str], processes: int, folder: pathlib.Path, **vari
     return Processes(started, errors)
 
 
-def until(run: Processes, seen: Callable[[], bool], timeout_s: float = 120) -> None:
+def until(run: Processes, seen: Callable[[], bool], timeout_s: float = 300) -> None:
     """Returns when something is seen, or a process has ended."""
     deadline = time.monotonic() + timeout_s
     while not seen():

@@ -51,26 +51,26 @@ def script(body, *arguments):
 WATCH = """
 peers._LEAVE_S = 0.5
 port, count, number = map(int, sys.argv[1:4])
-peers.job.watch(peers.join('127.0.0.1', port, count, number, 20), number, count, 2)
+peers.job.watch(peers.join('127.0.0.1', port, count, number, 20), number, count, 6)
 """
 
 
 def test_all_processes_save_or_end_after_the_same_step():
     found = joined(3)
     stops = {number: [] for number in found}
+    asked = {(0, 50): peers.SAVE, (2, 100): peers.SAVE, (1, 150): peers.END, (0, 200): peers.END}
 
     def steps(number):
         for step in range(1, 400):
             time.sleep(0.0002 * (number + 1))
+            if (number, step) in asked:
+                found[number].ask(asked[number, step])
             if (what := found[number].reached(step)) != peers.GO_ON:
                 stops[number].append((step, what))
 
     threads = [threading.Thread(target=steps, args=[number]) for number in found]
     for thread in threads:
         thread.start()
-    for asking, what in ((0, peers.SAVE), (2, peers.SAVE), (1, peers.END), (0, peers.END)):
-        time.sleep(0.015)
-        found[asking].ask(what)
     for thread in threads:
         thread.join()
     assert stops[0] == stops[1] == stops[2]
@@ -161,22 +161,22 @@ def test_what_is_no_process_of_the_job_is_sent_away():
     ("other", "status", "said"),
     [
         ("time.sleep(1); import os; os._exit(1)", 75, r"Error: process 1 is gone since \S+: its connection closed"),
-        ("peers.job.present(1); time.sleep(9)", 75, "Error: process 1 did not present the token of this job"),
+        ("peers.job.present(1); time.sleep(60)", 75, "Error: process 1 did not present the token of this job"),
         (
-            "peers.job._send = lambda *a, **k: None; time.sleep(9)",
+            "peers.job._send = lambda *a, **k: None; time.sleep(60)",
             75,
-            r"process 1 is silent since \S+, for more than 2 s",
+            r"process 1 is silent since \S+, for more than 6 s",
         ),
-        ("peers.job.leave(2); time.sleep(9)", 2, "process 1 ended with status 2"),
+        ("peers.job.leave(2); time.sleep(60)", 2, "process 1 ended with status 2"),
         ("peers.job.leave(0); time.sleep(0.1)", 0, "^$"),
     ],
     ids=["killed", "stranger", "silent", "ended", "done"],
 )
 def test_a_process_that_is_gone_ends_the_others_with_a_line(other, status, said):
     port = free_port()
-    first = script(f"{WATCH}peers.job.present(peers.job.token); time.sleep({9 if status else 3})", port, 2, 0)
+    first = script(f"{WATCH}peers.job.present(peers.job.token); time.sleep({60 if status else 3})", port, 2, 0)
     second = script(WATCH + other, port, 2, 1)
-    message = first.communicate(timeout=60)[1]
+    message = first.communicate(timeout=300)[1]
     second.kill()
     second.communicate()
     assert (first.returncode, len(message.splitlines())) == (status, 1 if status else 0), message
@@ -187,6 +187,6 @@ def test_a_process_that_is_gone_ends_the_others_with_a_line(other, status, said)
 def test_a_process_that_ends_with_an_error_keeps_its_status_when_the_others_go():
     port = free_port()
     body = "peers.job.present(peers.job.token); peers.job.leave(2); time.sleep(2); sys.exit(2)"
-    first, second = script(WATCH + body, port, 2, 0), script(f"{WATCH}time.sleep(20)", port, 2, 1)
-    assert [one.communicate(timeout=60)[1].count("Error: ") for one in (first, second)] == [0, 1]
+    first, second = script(WATCH + body, port, 2, 0), script(f"{WATCH}time.sleep(60)", port, 2, 1)
+    assert [one.communicate(timeout=300)[1].count("Error: ") for one in (first, second)] == [0, 1]
     assert (first.returncode, second.returncode) == (2, 2)

@@ -81,7 +81,7 @@ def test_a_folder_is_served_until_a_signal(folder):
                 assert body["usage"]["prompt_tokens"] == 3  # <s>hi
                 assert client.get("/models", headers={"authorization": ""}).status_code == 401
             child.send_signal(signal.SIGTERM)
-            assert child.wait(30) == 0, child.stderr.read()
+            assert child.wait(300) == 0, child.stderr.read()
         finally:
             if child.poll() is None:
                 child.kill()
@@ -109,7 +109,7 @@ def test_an_exported_click_model_is_served_until_a_signal(tmp_path, invoke):
                 assert score["logits"] == pytest.approx(want["logits"][0].tolist(), abs=1e-6)
                 assert client.post("/score", json={"rows": [row] * 3}).status_code == 400
             child.send_signal(signal.SIGTERM)
-            assert child.wait(30) == 0, child.stderr.read()
+            assert child.wait(300) == 0, child.stderr.read()
         finally:
             if child.poll() is None:
                 child.kill()

@@ -5,7 +5,6 @@ import os
 import pathlib
 import signal
 import threading
-import time
 
 import pytest
 
@@ -69,10 +68,8 @@ def test_a_template_that_takes_too_long_is_one_message_and_leaves_nothing(made):
 
 def is_refused_twice(template, words):
     for _ in range(2):
-        begin = time.monotonic()
         with pytest.raises(UserError) as error:
             template.render(MESSAGES)
-        assert time.monotonic() - begin < 30
         assert str(error.value).startswith("theirs/chat_template.jinja: its chat template ")
         assert words in str(error.value)
         assert len(str(error.value)) < 1000
