@@ -1,4 +1,4 @@
-"""A model whose next token is a hash of the tokens before it, which it finds in the pages of a cache as a real one does.
+"""A model whose next token is a hash of those before it, which it finds in the pages of a cache as a real one does.
 
 So a loop can be tried without a device or a program: a page that is missing, or that holds tokens of another sequence,
 fails at once or gives other tokens than `continued`.
