@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -14,7 +15,7 @@ import typed_run
 from scalejax import configs
 from scalejax.configs import serialization
 from scalejax.errors import UserError
-from scalejax.train import loop, preemption
+from scalejax.train import loop, peers, preemption
 from scalejax.train.experiment import Checkpoints, Tables
 
 SETS = {
@@ -163,6 +164,15 @@ def test_deadlines_are_seconds_times_or_the_end_of_a_slurm_job(monkeypatch):
             preemption.deadline(text, 30)
     monkeypatch.setenv(preemption.SLURM_VARIABLE, "1800000000")
     assert preemption.deadline(None, 30) == 1800000000
+
+
+@pytest.mark.parametrize(("left", "asked"), [(59.0, True), (65.0, False)])
+def test_a_run_is_asked_to_end_its_grace_before_the_deadline(monkeypatch, left, asked):
+    heard = threading.Event()
+    monkeypatch.setattr(peers.job, "ask", lambda what: heard.set())
+    with preemption.Preemption(deadline=time.time() + left, grace_s=60) as one:
+        one.leaving = True  # what it does then is tried elsewhere
+        assert heard.wait(3 if asked else 1.5) == asked
 
 
 # The main thread in native code for minutes, as in a compilation.
