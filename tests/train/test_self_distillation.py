@@ -123,13 +123,6 @@ def test_the_weight_of_soft_labels_grows_as_a_cosine():
     assert (np.diff(found) > 0).all()
 
 
-def test_a_teacher_says_of_each_example_what_it_sees_in_each_of_its_views():
-    learning = Smc(channels=3)
-    network, batch = Table(learning), table_batch(learning, 0.25)
-    views = [batch[f"ahead{n}_images"][:, 0, 0] for n in (1, 2)]
-    np.testing.assert_array_equal(learning._teach(network, batch), np.stack(views, 1))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("channels", [2, 3])
 def test_smc_is_cross_entropy_and_the_distance_to_what_waits(channels):
