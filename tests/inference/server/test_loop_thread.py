@@ -92,9 +92,9 @@ def test_all_requests_of_a_body_need_room_in_the_queue():
 
 
 def test_the_tokens_of_all_requests_of_a_body_count_in_the_queue():
-    bodies = [Body(b"a" * 10), Body(b"a" * 60), Body(b"a" * 60, b"a" * 60), Body(b"a" * 60, b"a" * 20)]
+    bodies = [Body(b"a" * 900), Body(b"a" * 60), Body(b"a" * 60, b"a" * 60), Body(b"a" * 60, b"a" * 20)]
     ask(FakeLoop(slots=1), *bodies, slots=1, max_queue_tokens=150)
-    # 70 are there: 120 more do not fit, and 80 do.
+    # The first begins with the next step, and 60 wait: 120 more do not fit, and 80 do.
     assert [type(body.answer) for body in bodies] == [type(None), type(None), Overloaded, type(None)]
 
 
