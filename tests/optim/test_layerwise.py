@@ -110,7 +110,7 @@ def test_first_steps_in_float32_are_those_of_float64(normalization):
 def test_norms_of_half_precision_do_not_overflow():
     # |x| of two layers, of squares of which the first add up to more than float16 holds.
     x, r = np.full((2, 4096), [[8], [4]], np.float16), np.ones((2, 4096), np.float16)
-    found = layerwise._phi(jnp.asarray(x), jnp.asarray(r), 1, None)
+    found = jax.jit(lambda x, r: layerwise._phi(x, r, 1, None))(x, r)
     assert (found.dtype, found.tolist()) == (np.float16, [[8], [4]])
 
 
