@@ -61,6 +61,18 @@ def test_nothing_is_timed_when_outputs_differ():
     assert clock.log == []
 
 
+def test_what_a_side_remembers_of_its_turns_is_the_median_of_the_long_ones():
+    seconds, clock = iter([5.0, 4.0, 0.9, 0.5, 0.8]), Clock()
+
+    def run(units: int) -> None:
+        clock.now += units * next(seconds)
+
+    side = harness.Timed(run, clock)
+    for units in (1, 1, 4, 4, 4):  # those of one unit warm up
+        side(units)
+    assert side.seconds() == pytest.approx(0.8)
+
+
 def test_ratio_above_one_means_faster_than_the_peer():
     ours_s, peer_s, ratio, spread = harness.summarize([1.0, 2.0, 9.0], [4.0, 8.0, 36.0])
     assert (ours_s, peer_s, ratio) == (2.0, 8.0, 4.0)

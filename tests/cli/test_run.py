@@ -6,6 +6,9 @@ import shlex
 import pytest
 import small_run
 
+from scalejax.errors import UserError
+from scalejax.train import loop
+
 
 @pytest.mark.slow
 def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
@@ -85,6 +88,19 @@ def test_mistakes_that_the_loop_sees(invoke, tmp_path, monkeypatch, arguments, w
     assert words in result.stderr
     assert result.stderr.startswith("Error: ")
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_command_to_go_on_with_says_what_was_said(invoke, tmp_path, monkeypatch):
+    def ends(experiment, *, preemption, **_):
+        raise UserError(preemption.again)
+
+    monkeypatch.setattr(loop, "train", ends)
+    said = ["--set=steps=4", "--log=json", "--grace=7.0", "--peer-timeout=9.0", f"--workdir={tmp_path / 'run'}"]
+    result = invoke("train", "wukong-smoke", *said)
+    assert shlex.split(result.stderr.strip()) == ["Error:", "scalejax", "train", "wukong-smoke", *said]
+    monkeypatch.chdir(tmp_path)
+    again = invoke("train", "wukong-smoke").stderr.strip()
+    assert again == f"Error: scalejax train wukong-smoke --workdir={tmp_path / 'runs' / 'wukong-smoke-001'}"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import rich.console
 
 from scalejax import configs
 from scalejax.configs import discovery
+from scalejax.configs.recsys import logistic
 from scalejax.data.text import stages
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -155,6 +156,13 @@ def test_data_that_a_user_has_to_bring_is_asked_for(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"(no such file or folder|is not a folder).*Set data\.path"):
         configs.load(name).data.build()
+
+
+def test_rows_of_the_logistic_recipes_decay_alike() -> None:
+    names = [name for name in RECIPES if name.startswith("logistic-flights")]
+    found = {name: configs.load(name).tables.optimizer for name in names}
+    assert len(found) == 3
+    assert {optimizer.weight_decay for optimizer in found.values()} == {logistic.L2}
 
 
 def test_the_bare_name_is_the_flights() -> None:

@@ -1,6 +1,7 @@
 """Perplexity and the distance of predictions, against sums in NumPy."""
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from llama_cases import GQA, tensors, tokens, write_checkpoint
 
 from scalejax.errors import UserError
 from scalejax.inference import compare, generate, run_model, text_rows
+from scalejax.inference import loop as scheduling
 from scalejax.models.llm import model_folder
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
@@ -37,6 +39,44 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     noisy = {name: array + 0.05 * np.sign(array) for name, array in tensors(GQA).items()}
     return engine(folder / "a"), engine(folder / "b", noisy)
+
+
+class Bigrams:
+    """An engine for which the last token says all of the next one."""
+
+    config, params = GQA, None
+
+    def __init__(self, seed):
+        self.table = np.random.default_rng(seed).normal(size=(GQA.vocabulary,) * 2).astype(np.float32)
+        self.programs = types.SimpleNamespace(read=self.read)
+
+    def logits(self, rows):
+        return self.table[rows]
+
+    def read(self, params, tokens, reading, slots, state):
+        return types.SimpleNamespace(logits=self.table[tokens[:, 0]])
+
+    def log_probabilities(self):
+        logits = self.table[ROWS[:, :-1]].astype(np.float64)
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def test_sums_over_rows_do_not_depend_on_how_many_are_scored_at_once(monkeypatch):
+    engines = Bigrams(0), Bigrams(1)
+    monkeypatch.setattr(compare, "_BATCH_TOKENS", 24)  # 2, 2 and 1 of 5 rows
+    found = compare.compare(*engines, ROWS)
+    first, second = (one.log_probabilities() for one in engines)
+    want = [-np.take_along_axis(logs, ROWS[:, 1:, None], -1).mean() for logs in (first, second)]
+    np.testing.assert_allclose([found.before.loss, found.after.loss], want, rtol=1e-5)
+    np.testing.assert_allclose(found.divergence, (np.exp(first) * (first - second)).sum(-1).mean(), rtol=1e-5)
+    assert found.agreement == (first.argmax(-1) == second.argmax(-1)).mean()
+    assert (found.before.tokens, found.after.tokens) == (55, 55)
+
+    monkeypatch.setattr(compare, "_CACHED_ROWS", 2)
+    state = types.SimpleNamespace(steps=types.SimpleNamespace(state=None))
+    monkeypatch.setattr(scheduling, "make_loop", lambda engine, **sizes: state)
+    cached = compare.score_cached(engines[0], ROWS, "compute", page=16)
+    assert (cached.tokens, cached.loss) == (55, pytest.approx(want[0], rel=1e-5))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import fake_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +55,40 @@ def greedy(engine, prompt, count):
         row[0, : len(ids)] = ids
         ids.append(int(np.argmax(engine.logits(row)[0, len(ids) - 1])))
     return tuple(ids[len(prompt) :])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_pages_hold_what_every_sequence_of_a_mixed_load_has_to_see(window):
+    draw = np.random.default_rng(0)
+    on = fake_programs.scheduler(units=24, slots=4, window=window)
+    common, want = draw.integers(0, 9, 60).tolist(), {}
+    found = {}
+    for _ in range(16):
+        prompt = (*common[: draw.integers(61)], *draw.integers(0, 9, draw.integers(1, 90)).tolist())
+        count, chosen = int(draw.integers(1, 90)), TokenSampling(temperature=float(draw.integers(2)), seed=5)
+        samples = int(draw.integers(1, 4)) if chosen.temperature else 1
+        number = on.submit(Request(prompt=prompt, max_tokens=count, sampling=chosen, samples=samples))
+        for n in range(samples):
+            want[number, n] = (fake_programs.continued(prompt, count, window, chosen, n), "length")
+        for key, (new, ended) in run(on, until=int(draw.integers(4)))[0].items():
+            found[key] = (found.get(key, ((), None))[0] + new, ended)
+    for key, (new, ended) in run(on)[0].items():
+        found[key] = (found.get(key, ((), None))[0] + new, ended)
+    assert found == want
+    assert on.stats.kv_usage == 0
+    assert on.stats.prefix_hits > 0
+    assert window or on.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("slots", [8, 3])
+def test_samples_go_on_from_the_pages_of_their_prompt(slots):
+    on = fake_programs.scheduler(units=64, slots=slots)
+    chosen, prompt = TokenSampling(temperature=1.0, seed=3), tuple(IDS[:70])
+    on.submit(Request(prompt=prompt, max_tokens=8, sampling=chosen, samples=6))
+    found, _ = run(on)
+    assert [found[0, n][0] for n in range(6)] == [fake_programs.continued(prompt, 8, None, chosen, n) for n in range(6)]
+    # Those that find no slot read what is no full page.
+    assert on.steps.state.read_tokens <= (70 if slots == 8 else 70 + 3 * 6)
 
 
 @pytest.mark.slow

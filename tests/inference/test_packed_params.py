@@ -11,6 +11,9 @@ from quantized_cases import EXPERTS, MATRICES, SMALL, quantize, write_model
 from scalejax.inference import generate
 from scalejax.inference.packed_params import PackedWeight
 from scalejax.models.llm import model_folder
+from scalejax.models.llm.mapping import Entry
+from scalejax.numerics import formats, packing
+from scalejax.numerics.quantize import dequantize
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 ROWS = tokens(SMALL, 2, 24)
@@ -33,6 +36,18 @@ def engine(folder, mesh=None, **more):
 
 def packed(on):
     return {name: value for name, value in on.params.items() if isinstance(value, PackedWeight)}
+
+
+def test_a_decoded_weight_is_one_of_the_stored_dtype_with_the_axes_of_the_parameter():
+    draw, format = np.random.default_rng(0), formats.find("int4:32")
+    codes, scales = draw.integers(0, 256, (6, 16), np.uint8), draw.normal(size=(6, 1)).astype(np.float32)
+    arrays = {"codes": codes, "scales": scales, "sub_scales": None, "tensor_scale": None}
+    packed = packing.Packed(**arrays, format=format, axis=-1, length=32)
+    entry, sizes = Entry("w", "w", "(H D) E -> E H D"), (("E", 32), ("H", 3), ("D", 2))
+    weight = PackedWeight(packed, entry, sizes, np.dtype(jnp.bfloat16), np.dtype("float32"))
+    want = np.asarray(dequantize(packing.unpack(packed)).astype(jnp.bfloat16), np.float32).T.reshape(32, 3, 2)
+    assert weight.decode().dtype == np.float32
+    np.testing.assert_array_equal(weight.decode(), want)
 
 
 @pytest.mark.slow

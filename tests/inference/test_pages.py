@@ -93,6 +93,39 @@ def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning():
     assert pool.find([*range(8), 8]).count == 8
 
 
+@pytest.mark.parametrize(("window", "left"), [(None, [14, 12, 8, 4, 0]), (6, [14, 0, 0])])
+def test_units_of_a_sequence_are_needed_again_from_its_end(window, left):
+    # With a window token 12 sees the second unit, which is gone before.
+    pool, tokens = Pool(4, SIZE, window=window), [*range(14)]
+    held, _ = filled(pool, tokens)
+    kept, units = len(held.units), held.units[::-1]
+    pool.release(held, tokens)
+    other = pool.find([900])
+    pool.grow(other, (4 - kept) * SIZE)  # those that nobody knows come first
+    found, taken = [], []
+    for count in range(4 - kept, 5):
+        pool.grow(other, count * SIZE)
+        taken += other.units[4 - kept + len(taken) :]
+        again = pool.find([*tokens, 14])
+        found.append(again.count)
+        pool.release(again, tokens)
+    assert (taken, found) == (units, left)
+
+
+def test_a_sequence_that_goes_on_in_an_open_unit_begins_units_where_that_one_did():
+    pool, tokens = Pool(6, SIZE), [*range(6)]
+    held = pool.find(tokens, rotation=3)
+    pool.grow(held, 6)
+    pool.wrote(held, tokens, 6)
+    pool.release(held, tokens)
+    again = pool.find([*tokens, 6], rotation=1)
+    assert (again.count, again.rotation) == (6, 3)
+    pool.release(again, tokens)
+    # Full units say nothing of where they began: the next one is begun anew.
+    other = pool.find([*range(4), 50], rotation=1)
+    assert (other.count, other.rotation) == (4, 1)
+
+
 def test_more_than_there_is_is_refused_and_nothing_is_taken():
     pool = Pool(3, SIZE)
     held = pool.find([1])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax import optim
 from scalejax.errors import UserError
+from scalejax.optim import layerwise
 
 RATE = optim.Constant(value=0.05)
 SHAPES = {"mlp/kernel": (4, 3), "mlp/bias": (3,), "norm/scale": (2, 3), "zero/kernel": (2, 3), "still/kernel": (3, 2)}
@@ -104,6 +105,13 @@ def test_first_steps_in_float32_are_those_of_float64(normalization):
         decay = 0.01 * (name in DECAYED)
         want = literal(optim.Lans, x, [g[name] for g in grads], decay, normalization=normalization)
         np.testing.assert_allclose(got[name], want, rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+def test_norms_of_half_precision_do_not_overflow():
+    # |x| of two layers, of squares of which the first add up to more than float16 holds.
+    x, r = np.full((2, 4096), [[8], [4]], np.float16), np.ones((2, 4096), np.float16)
+    found = jax.jit(lambda x, r: layerwise._phi(x, r, 1, None))(x, r)
+    assert (found.dtype, found.tolist()) == (np.float16, [[8], [4]])
 
 
 def test_lamb_is_that_of_optax_to_the_bit():

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import pathlib
+import types
 from typing import Any
 
 import jax
@@ -28,9 +29,10 @@ from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop, phases
 from scalejax.train.checkpoints import array_store, trained
 from scalejax.train.checkpoints.array_store import LazyArray
-from scalejax.train.experiment import Checkpoints, Experiment, Init, Phase
+from scalejax.train.experiment import Checkpoints, Experiment, Init, Phase, Tables
 from scalejax.train.run_folder import read_lines
 from scalejax.train.runs.run import Run
+from scalejax.train.step import Program
 
 EMA = optim.Average(name="ema", decay=0.9)
 
@@ -129,6 +131,29 @@ def test_phases_that_share_an_optimizer_share_its_schedule():
     assert base.total_steps == 36
     for step, number in ((10, 0), (11, 1), (36, 3), (40, 3)):
         assert phases.experiment_at(base, pathlib.Path("nowhere"), step) == found[number].experiment
+
+
+def test_rates_of_a_phase_whose_optimizer_begins_anew_begin_with_it():
+    rising = optim.WarmupLinear(peak=1.0, warmup=0.5)
+    whole = Experiment(
+        model=small.MODEL,
+        data=None,  # pyright: ignore[reportArgumentType]
+        steps=10,
+        tables=Tables(schedule=rising),
+        phases=(Phase(name="other", steps=8, changes={"optimizer": optim.Sgd(learning_rate=rising)}),),
+    )
+    phase = phases.resolved(whole)[1]
+    bound: Any = {"task": None, "mesh": None, "model": None, "collection": None}  # rates know none of these
+    program = Program(experiment=phase.experiment, schedules_from=phase.optimizer_from, **bound)
+
+    def rates(skipped: int) -> list[float]:
+        scale = types.SimpleNamespace(skipped=skipped)
+        states: Any = [types.SimpleNamespace(step=step, loss_scale=scale) for step in range(10 + skipped, 18 + skipped)]
+        return [float(program._learning_rate(state)) for state in states]
+
+    want = pytest.approx([float(rising.build(8)(step)) for step in range(8)])
+    assert [float(program.row_schedule(step)) for step in range(10, 18)] == want
+    assert (rates(0), rates(3)) == (want, want)
 
 
 @pytest.mark.slow

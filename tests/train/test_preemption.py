@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,7 +16,7 @@ import typed_run
 from scalejax import configs
 from scalejax.configs import serialization
 from scalejax.errors import UserError
-from scalejax.train import loop, preemption
+from scalejax.train import loop, peers, preemption
 from scalejax.train.experiment import Checkpoints, Tables
 
 SETS = {
@@ -164,6 +165,15 @@ def test_deadlines_are_seconds_times_or_the_end_of_a_slurm_job(monkeypatch):
             preemption.deadline(text, 30)
     monkeypatch.setenv(preemption.SLURM_VARIABLE, "1800000000")
     assert preemption.deadline(None, 30) == 1800000000
+
+
+@pytest.mark.parametrize(("grace", "asked"), [(5001.0, True), (60.0, False)])
+def test_a_run_is_asked_to_end_its_grace_before_the_deadline(monkeypatch, grace, asked):
+    heard = threading.Event()
+    monkeypatch.setattr(peers.job, "ask", lambda what: heard.set())
+    with preemption.Preemption(deadline=time.time() + 5000, grace_s=grace) as one:
+        one.leaving = True  # what it does then is tried elsewhere
+        assert heard.wait(60 if asked else 0.2) == asked
 
 
 # The main thread in native code for a quarter of an hour, as in a compilation.

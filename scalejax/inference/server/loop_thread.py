@@ -193,7 +193,6 @@ class LoopThread:
             self._loop.check(request)
         waiting, tokens = self._queue()
         more = sum(request.size for request in ticket.requests)
-        waiting -= max(self._slots - self._loop.stats.running, 0)  # those begin with the next step
         crowded = waiting + len(ticket.requests) > self._max_queue
         if crowded or (waiting > 0 and tokens + more > self._max_queue_tokens):
             raise Overloaded
@@ -203,10 +202,13 @@ class LoopThread:
             self._entries[number] = _Entry(ticket, place, set(range(request.samples)))
 
     def _queue(self) -> tuple[int, int]:
-        """Requests that wait, and the tokens of their prompts: they are those that came last."""
-        waiting = self._loop.stats.waiting
-        entries = list(self._entries.values())
-        return waiting, sum(entry.request.size for entry in entries[len(entries) - waiting :])
+        """Requests that wait longer than for the next step, and the tokens of their prompts: those that came last.
+
+        The number is below 0 where slots stay free.
+        """
+        stats, entries = self._loop.stats, list(self._entries.values())
+        waiting = stats.waiting - max(self._slots - stats.running, 0)
+        return waiting, sum(entry.request.size for entry in entries[len(entries) - max(waiting, 0) :])
 
     def _drop(self, ticket: Ticket, place: int | None, sample: int | None) -> None:
         for number in list(ticket.numbers):

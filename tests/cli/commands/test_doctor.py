@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -75,6 +76,11 @@ def test_prints_tables(invoke):
     shown = invoke("doctor", "--no-selftest").stdout
     for words in ("Versions", f"{jax.device_count()} x cpu", "scalejax[train]", "not run", "Known-bad versions"):
         assert words in shown
+
+
+def test_memory_is_in_units_of_1024(invoke, monkeypatch):
+    monkeypatch.setattr(meshes, "host_memory_bytes", lambda: 3 * 2**30)
+    assert re.search(r"memory +3\.0 GiB", invoke("doctor", "--no-selftest").stdout)
 
 
 def test_a_wrong_collective_is_exit_status_1(invoke, monkeypatch):

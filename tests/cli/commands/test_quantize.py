@@ -7,7 +7,9 @@ import pytest
 from llama_cases import tensors
 from quantized_cases import MATRICES, SMALL, change_config, quantize, write_model
 
+from scalejax.errors import UserError
 from scalejax.models.llm import safetensors
+from scalejax.surgery.quantize import checkpoint
 
 
 def one_error(result, words):
@@ -73,6 +75,17 @@ def test_mistakes_are_one_message(invoke, theirs, tmp_path, monkeypatch, argumen
     result = invoke("quantize", *(a.format(theirs=theirs) for a in arguments))
     one_error(result, words)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("said", "most"), [((), 5 * 10**9), (("--shard-size", "0.25"), 250_000_000)])
+def test_files_are_as_large_as_the_gigabytes_that_are_asked_for(invoke, theirs, tmp_path, monkeypatch, said, most):
+    def asked(*_, shard_bytes, **__):
+        raise UserError(f"{shard_bytes} bytes")
+
+    monkeypatch.setattr(checkpoint, "write", asked)
+    one_error(
+        invoke("quantize", str(theirs), str(tmp_path / "x"), "--format", "bdr_mx9", *said), f"Error: {most} bytes"
+    )
 
 
 @pytest.mark.slow

@@ -202,6 +202,15 @@ def test_the_search_lowers_again_what_was_raised_in_vain():
     assert [s["step"] for s in found.path] == ["narrowest", "raise", "raise", "raise", "lower"]
 
 
+def test_where_one_of_two_can_be_lowered_again_it_is_the_more_expensive_one():
+    # "a" and "b" are raised before "c", which alone brings the gap down; the budget has room for one of them.
+    losses = {"a": {"int8": 0, "int4": 3e-4}, "b": {"int8": 0, "int4": 3e-4}, "c": {"int8": 0, "int4": 5e-3}}
+    prices = {n: {"float32": 40 * k, "int8": 20 * k, "int4": 10 * k} for n, k in (("a", 1), ("b", 10), ("c", 1000))}
+    found = search.search(made_up(losses, prices), budget=5e-4)
+    assert [s["name"][1] for s in found.path[1:]] == ["a", "b", "c", "b"]
+    assert found.precisions.tables == {"a": "int8", "b": "int4", "c": "int8"}
+
+
 def test_a_budget_of_nothing_ends_with_the_widest():
     losses = {"a": {"int8": 1e-3, "int4": 2e-3}}
     prices = {"a": {"float32": 4, "int8": 2, "int4": 1}}

@@ -1,6 +1,7 @@
 """Scores of a split: what cannot be measured is said, not averaged."""
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -10,9 +11,17 @@ import small_run
 from scalejax.errors import UserError
 from scalejax.models.recsys.logistic import LogisticConfig
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
-from scalejax.parallel.mesh import make_mesh
+from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.reports import summary as summaries
 from scalejax.train.runs import binding, scoring
+
+
+@pytest.mark.parametrize("first", [0, 64])
+def test_examples_are_numbered_through_the_batches_of_a_split(first):
+    program = types.SimpleNamespace(mesh=make_mesh(MeshShape()))
+    numbers = scoring._numbers(program, first, 64)
+    assert numbers.dtype == np.uint32
+    np.testing.assert_array_equal(numbers, np.arange(first, first + 64))
 
 
 @pytest.mark.slow
