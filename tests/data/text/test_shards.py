@@ -114,6 +114,13 @@ def test_rows_keep_the_bounds_and_images_are_whole(tmp_path: pathlib.Path, low: 
     assert ((devices == 1).sum(1) <= 0.6 * devices.shape[1]).all()
 
 
+def test_ids_beyond_16_bits_are_kept(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, [np.array([65_535, 65_536, 69_999, END])] * 3)
+    data = make(tmp_path, ranges=(("text", 0, 70_000),), image_share=(0.0, 1.0))
+    batch = next(data.build().train_batches(start_example=0))
+    np.testing.assert_array_equal(batch.tokens[0, :4], [65_535, 65_536, 69_999, END])
+
+
 def test_a_resumed_run_reads_the_same_bits(tmp_path: pathlib.Path) -> None:
     write(tmp_path, documents())
     whole = read(make(tmp_path).build(), 12)
