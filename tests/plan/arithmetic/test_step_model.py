@@ -208,6 +208,15 @@ def test_kept_activations_are_what_the_backward_pass_is_handed(mlp, remat):
     assert _cut(decoder, training).kept_bytes() == sum(leaf.size * leaf.dtype.itemsize for leaf in stacked)
 
 
+@pytest.mark.parametrize("compute_bytes", [2, 4])
+def test_what_attention_gave_is_kept_with_a_float32_number_a_head(compute_bytes):
+    decoder = Decoder(layers=3, dim=32, hidden=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
+    training = Training(
+        batch=2, sequence=16, mesh=MeshShape(fsdp=1), remat=Remat(kept=("context",)), compute_bytes=compute_bytes
+    )
+    assert _cut(decoder, training).kept_bytes() == 3 * 2 * 16 * 4 * (8 * compute_bytes + 4)
+
+
 @pytest.mark.parametrize("window", [None, 1, 2, 7])
 def test_attention_computes_the_blocks_of_which_some_pair_is_seen(window):
     block, blocks = 16, 32
