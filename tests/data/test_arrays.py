@@ -21,3 +21,13 @@ def test_numbers_that_devices_cannot_hold_are_refused(array: np.ndarray, message
 def test_infinities_and_numbers_that_fit_stay() -> None:
     array = np.array([np.inf, np.nan, 3e38])
     assert ArrayDataSet({"train": {"x": array}}, batch_size=1).num_examples("train") == 3
+
+
+@pytest.mark.parametrize("process_count", [1, 2])
+def test_a_pass_counts_every_example_once_and_none_that_fills_the_last_batch(process_count: int) -> None:
+    data = ArrayDataSet({"train": {"x": np.arange(9)}, "test": {"x": 10 + np.arange(9)}}, batch_size=4)
+    passes = [data.eval_batches("test", process_index=p, process_count=process_count) for p in range(process_count)]
+    seen = [batch for of_all in zip(*passes, strict=True) for batch in of_all]
+    assert len(seen) == 3 * process_count
+    counted = np.concatenate([batch["x"][batch["weights"] > 0] for batch in seen])
+    np.testing.assert_array_equal(counted, 10 + np.arange(9))

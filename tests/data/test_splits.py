@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -54,3 +56,14 @@ def test_a_split_by_position_is_the_same_in_memory_and_in_windows(tmp_path, spli
                 for d in (streamed, whole)
             )
             assert ids == expected == split.assign(23)[name].tolist()
+
+
+def test_every_row_group_and_seed_has_a_split_of_its_own() -> None:
+    trained = set()
+    for seed, group in itertools.product(range(2), range(3)):
+        split = Fractions(train=0.6, validation=0.2, seed=seed)
+        rows = {name: split.assign_group(group, 40, name).tolist() for name in SPLITS}
+        assert {name: len(of) for name, of in rows.items()} == split.group_sizes(40)
+        assert sorted(itertools.chain(*rows.values())) == list(range(40))
+        trained.add(tuple(rows["train"]))
+    assert len(trained) == 6

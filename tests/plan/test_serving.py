@@ -149,6 +149,15 @@ def test_a_token_over_context_sends_queries_round_and_results_back(context, hide
     assert found.exposed_s == pytest.approx(found.context_s - hidden)
 
 
+def test_slots_beyond_the_greatest_number_do_not_fit_where_their_logits_are_most_of_them():
+    config = LlamaConfig(layers=1, dim=32, ffn_dim=64, heads=4, kv_heads=4, vocabulary=2**20)
+    plan = functools.partial(planned, config, "v6e:1x1", context=64)
+    slots = plan().greatest_slots
+    assert slots > 1
+    assert plan(slots=slots).fits
+    assert not plan(slots=slots + 1).fits
+
+
 @pytest.mark.slow
 # Logits of a slot of the second are far larger than a page.
 @pytest.mark.parametrize(

@@ -400,7 +400,8 @@ class _Cut:
             "input": stream,
             "query": query,
             "key_value": pair,
-            "context": query + tokens * 2 * (d.heads // tensor),  # with a float32 log-sum-exp a head
+            # With a float32 log-sum-exp a head.
+            "context": query + tokens * (d.heads // tensor) * 4 // self.training.compute_bytes,
             "out": stream,
             "router": tokens * d.experts * 4 // self.training.compute_bytes if d.experts > 1 else 0,  # in float32
             "gate_up": 2 * hidden,

@@ -55,6 +55,14 @@ def test_labels_and_log_integers_follow_the_text(text: pathlib.Path) -> None:
     np.testing.assert_allclose(found["dense"], expected, atol=5e-7)
 
 
+def test_a_missing_integer_is_what_was_chosen_for_it(text: pathlib.Path) -> None:
+    zero = columns(CriteoData(path=str(text), split=ALL, nan="zero"))
+    logs = np.array([[np.log(int(v or 0) + 3.0) for v in row[1:14]] for row in lines()])
+    np.testing.assert_allclose(zero["dense"], (logs - logs.mean(0)) / logs.std(0), atol=5e-7)
+    with pytest.raises(UserError, match="is missing"):
+        CriteoData(path=str(text), split=ALL, nan="error").build()
+
+
 def test_hashed_ids_are_stable_and_separate_missing_values(text: pathlib.Path) -> None:
     found = columns(CriteoData(path=str(text), split=ALL, coding=Hashed(rows=1000)))
     for c, name in enumerate(HASHES):

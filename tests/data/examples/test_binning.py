@@ -63,6 +63,14 @@ def test_frequent_values_have_bins_of_their_own_and_the_others_quantiles_of_the_
     assert rows == 12  # ten bins, the frequent value, missing
 
 
+def test_a_value_is_frequent_by_its_share_of_the_known_training_rows_alone() -> None:
+    train = np.concatenate([np.full(30, 7.0), np.arange(100.0, 190.0), np.full(80, np.nan)])
+    ids, rows = value_bins(np.append(train, np.full(800, 150.0)), np.arange(200), 5)
+    assert (ids[:30] == 5).all()  # a quarter of 120, and a sixth of 200
+    assert (ids[30:120] < 5).all()
+    assert rows == 7
+
+
 def test_a_number_that_is_missing_in_all_training_rows_has_a_bin_beside_missing() -> None:
     ids, rows = value_bins(np.array([np.nan, 5.0]), np.array([0]), 4)
     np.testing.assert_array_equal(ids, [1, 0])

@@ -173,6 +173,15 @@ def test_rows_of_equal_ids_and_other_weights_stay_apart() -> None:
     assert found.distinct[0].weights.tolist() == [1, 2, 2, 1]
 
 
+def test_rows_of_one_hash_are_told_apart_by_ids_lengths_and_weights() -> None:
+    rows = [[1, 2], [1], [2, 1], [1, 2], [], [1, 2]]
+    weights = [[1.0, 2.0], [1.0], [1.0, 2.0], [1.0, 3.0], [], [1.0, 2.0]]
+    features = KeyedJagged.from_lists({"a": rows}, {"a": weights})
+    found = deduplicate(features, [("a",)], row_hash=lambda values, lengths: np.zeros(lengths.size, np.uint64))
+    assert found.inverse[0].tolist() == [0, 1, 2, 3, 4, 0]
+    assert_equal(expand(found), features)
+
+
 def test_a_group_costs_the_product_of_its_features() -> None:
     features = KeyedJagged.from_lists({"a": [[1], [1], [2], [2]], "b": [[1], [2], [1], [2]]})
     assert deduplicate(features, [("a",), ("b",)]).factors == (2.0, 2.0)

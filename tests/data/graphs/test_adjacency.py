@@ -38,6 +38,14 @@ def test_reverse_edges_make_the_larger_of_matrix_and_transpose() -> None:
     assert unweighted.values is None
 
 
+def test_reverse_edges_of_many_nodes_are_those_of_few() -> None:
+    # The number of a pair of nodes does not fit 32 bits.
+    ends = np.array([69_999], np.int32), np.array([69_998], np.int32)
+    a = Adjacency.from_edges(*ends, shape=(70_000, 70_000)).with_reverse()
+    np.testing.assert_array_equal(a.rows, [69_998, 69_999])
+    np.testing.assert_array_equal(a.indices, [69_999, 69_998])
+
+
 def test_self_loops_go_to_the_end_of_rows_that_have_none() -> None:
     a = Adjacency.from_edges([1, 1, 2, 0], [0, 1, 1, 2], shape=(4, 4), values=[5.0, 7.0, 1.0, 2.0])
     looped = a.with_self_loops()

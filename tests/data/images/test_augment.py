@@ -289,6 +289,26 @@ def test_colours_change_by_factors() -> None:
     assert set(np.unique(grey)) == {150, 255}
 
 
+def test_each_channel_keeps_its_own_mean_and_least_value_and_all_have_the_factors_of_their_picture() -> None:
+    rng = np.random.default_rng(2)
+    images = (rng.normal(size=(8, 6, 6, 3)) * [1, 5, 20] + [10, 100, 1000]).astype(np.float32)
+
+    def changed(config: Augment) -> np.ndarray:
+        return applied(config, {"images": images})["images"]
+
+    contrast = changed(Augment(contrast=(0.5, 2.0)))
+    np.testing.assert_allclose(contrast.mean((1, 2)), images.mean((1, 2)), rtol=1e-5)
+    factors = contrast.std((1, 2)) / images.std((1, 2))
+    np.testing.assert_allclose(factors, factors[:, :1].repeat(3, 1), rtol=1e-3)
+    assert factors[:, 0].std() > 0.1
+    factors = changed(Augment(brightness=(0.5, 2.0))) / images
+    np.testing.assert_allclose(factors, np.broadcast_to(factors[:, :1, :1, :1], images.shape), rtol=1e-5)
+    assert factors[:, 0, 0, 0].std() > 0.1
+    noise = changed(Augment(noise=2.0)) - images
+    assert abs(np.corrcoef(noise.reshape(-1, 3).T) - np.eye(3)).max() < 0.2
+    np.testing.assert_array_equal(changed(Augment(crop=6)).min((1, 2)), images.min((1, 2)))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -110,6 +110,22 @@ def test_a_schema_without_a_mean_and_a_deviation_of_each_channel_is_refused(chan
         dataclasses.replace(SCHEMA, **change)
 
 
+@pytest.mark.parametrize(("corner", "said"), [((7.5, 3.5), None), ((7.6, 3.0), "7.6, 3"), ((3.0, 3.6), "3, 3.6")])
+def test_points_lie_inside_of_pictures_that_are_wider_than_high(corner: tuple[float, float], said: str | None) -> None:
+    points = np.array([[corner, (0.0, 1.0), (1.0, 2.0), (2.0, 0.0)]], np.float32)[None]
+    split = {"images": np.zeros((1, 4, 8, 1), np.uint8), "points": points}
+    schema = dataclasses.replace(SCHEMA, height=4)
+
+    def build() -> ImageDataSet:
+        return ImageDataSet({"train": split}, batch_size=1, schema=schema, augment=Augment())
+
+    if said is None:
+        build()
+        return
+    with pytest.raises(UserError, match=f"x, y = {said}, outside of a picture that is 8 wide and 4 high"):
+        build()
+
+
 def ends_of(points: list[list[float]]) -> np.ndarray:
     """Of four pictures the second object of the third one alone."""
     found = np.full((4, 2, 4, 2), np.nan, np.float32)

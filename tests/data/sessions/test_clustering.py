@@ -134,6 +134,13 @@ def test_no_row_and_no_type_changes(
     assert repr(found.to_pylist()) == repr(table.take(expected_order(table, 0)).to_pylist())
 
 
+def test_rows_of_a_session_are_ordered_by_time_and_stay_as_they_were_at_one_time() -> None:
+    frame = pl.DataFrame({"session_id": [7, 9, 7, 9, 7, 7], "timestamp": [3, 5, 1, 5, 2, 1], "row": range(6)})
+    found = cluster_partition(frame).select("session_id", "row").rows()
+    of_7, of_9 = [(7, 2), (7, 5), (7, 4), (7, 0)], [(9, 1), (9, 3)]
+    assert found in (of_7 + of_9, of_9 + of_7)
+
+
 def test_an_engine_that_shuffles_by_partition_writes_the_same_rows(source: pathlib.Path) -> None:
     frame = pl.read_parquet(source)
     parts = partition_of(frame["session_id"].to_numpy(), 5, 2)

@@ -62,6 +62,16 @@ def test_a_feature_is_deduplicated_when_its_repeated_rows_take_more_than_the_inv
     assert choose_groups(KeyedJagged.from_lists({"a": rows, "b": rows})).groups == (("a", "b"),)
 
 
+def test_bytes_of_a_choice_are_those_of_the_arrays_with_their_weights() -> None:
+    rows = {"a": [[1, 2, 3]] * 8, "b": [[4]] * 4 + [[5, 6]] * 4, "c": [[i] for i in range(8)]}
+    for weights in (None, rows):
+        features = KeyedJagged.from_lists(rows, weights)
+        found = choose_groups(features)
+        assert found.groups
+        assert found.plain_bytes == deduplicate(features, ()).nbytes
+        assert found.dedup_bytes == deduplicate(features, found.groups).nbytes
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> KeyedJagged:
     count = draw(st.integers(1, 12))

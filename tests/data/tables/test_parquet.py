@@ -106,6 +106,11 @@ def test_splits_cover_every_row_once(path: pathlib.Path, access: str, split: Fra
         assert found["train"] == list(range(115))
 
 
+def test_an_epoch_of_windows_has_every_training_row_once_where_row_groups_have_none(path: pathlib.Path) -> None:
+    config = data(path, split=ByTime(column="day", validation_from=6, test_from=8), batch_size=15)
+    assert sorted(stream(config, 10)) == list(range(150))
+
+
 def test_time_order_in_windows_equals_time_order_in_memory(path: pathlib.Path) -> None:
     configs = [data(path, order="time", time="day", access=a) for a in ("windows", "memory")]
     windows, memory = (c.build() for c in configs)

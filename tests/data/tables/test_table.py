@@ -173,6 +173,9 @@ def test_a_split_by_time_keeps_equal_times_together_and_the_newest_for_the_test(
     held = {split: set(years[rows]) for split, rows in opened.splits.items()}
     assert max(held["train"]) < min(held["validation"])
     assert max(held["validation"]) < min(held["test"])
+    bounds = opened.data.split.bounds(ROWS)
+    for split in ("validation", "test"):
+        assert min(held[split]) == np.sort(years)[bounds[split][0]]
     assert sum(map(len, opened.splits.values())) == ROWS
     assert "year" not in {one.name for one in opened.findings}
 

@@ -50,6 +50,28 @@ def test_documents_are_the_files_in_order_with_their_marks(source: pathlib.Path)
     assert len(set(hashes)) == 3
 
 
+def test_each_column_of_a_file_is_a_corpus_of_its_own(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.jsonl").write_text('{"text": "body", "title": "head"}\n')
+    for column, text in (("text", b"body"), ("title", b"head")):
+        (document,) = documents_of(corpus_of(tmp_path / "source", column=column, marks="none"))
+        assert bytes(document.tolist()) == text
+
+
+class Large(Bytes):
+    """Bytes behind 69,000 other ids."""
+
+    vocabulary = 70_000
+
+    def encode_many(self, texts: Any) -> list[np.ndarray]:
+        return [ids + 69_000 for ids in super().encode_many(texts)]
+
+
+def test_ids_beyond_16_bits_are_kept(source: pathlib.Path) -> None:
+    corpus = corpus_of(source, Large(), marks="none")
+    assert [d.tolist() for d in documents_of(corpus)] == [[69_000 + b for b in t.encode()] for t in TEXTS.values()]
+
+
 @pytest.mark.parametrize("characters", [1, 7, 10**6])
 @pytest.mark.parametrize("blocks", [1, 2, 100])
 def test_contents_do_not_depend_on_how_much_is_encoded_at_once(

@@ -56,6 +56,13 @@ def test_shares_are_counted_from_each_change_and_no_row_of_a_source_is_lost(
                 assert abs(count - fractions.Fraction(weight, sum(weights[phase])) * (t + 1 - a)) < 1
 
 
+def test_each_source_goes_on_where_it_was_when_weights_change() -> None:
+    rows = literal(Interleave([3, 1, 2], [(7, [1, 4, 0]), (20, [1, 1, 1])]), 60)
+    for source in range(3):
+        positions = [position for k, position in rows if k == source]
+        assert positions == list(range(len(positions)))
+
+
 def test_a_change_leaves_the_rows_before_it_alone() -> None:
     before = literal(Interleave([3, 1]), 40)
     assert literal(Interleave([3, 1], [(40, [1, 1])]), 40) == before

@@ -114,6 +114,13 @@ def test_rows_keep_the_bounds_and_images_are_whole(tmp_path: pathlib.Path, low: 
     assert ((devices == 1).sum(1) <= 0.6 * devices.shape[1]).all()
 
 
+def test_ids_beyond_16_bits_are_kept(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, [np.array([65_535, 65_536, 69_999, END])] * 3)
+    data = make(tmp_path, ranges=(("text", 0, 70_000),), image_share=(0.0, 1.0))
+    batch = next(data.build().train_batches(start_example=0))
+    np.testing.assert_array_equal(batch.tokens[0, :4], [65_535, 65_536, 69_999, END])
+
+
 def test_a_resumed_run_reads_the_same_bits(tmp_path: pathlib.Path) -> None:
     write(tmp_path, documents())
     whole = read(make(tmp_path).build(), 12)
@@ -136,6 +143,25 @@ def test_tokens_of_text_alone_are_packed_as_text(tmp_path: pathlib.Path) -> None
     batch = next(data.build().train_batches(start_example=0))
     assert batch.modality is None
     np.testing.assert_array_equal(batch.tokens[0, :40], np.arange(2, 42))
+
+
+def test_documents_are_made_anew_where_the_files_are_read_in_another_way(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "shards").mkdir()
+    np.array([5, 6, END, 7, 8, 9, 2, 4], "<u2").tofile(tmp_path / "shards" / "a.bin")
+    pq.write_table(pa.table({"first": [[3, 4]], "second": [[5, 6, 7]]}), tmp_path / "a.parquet")
+
+    def first_row(**fields: Any) -> list[list[int]]:
+        data = make(tmp_path, ranges=(("text", 0, 2**20),), image_share=(0.0, 1.0), order="file", **fields)
+        rows = data.build().examples.stream(0, 1)
+        segments = rows.segment_ids[0]
+        return [rows.tokens[0, segments == number].tolist() for number in range(1, segments.max() + 1)]
+
+    assert first_row(separator=END) == [[5, 6, END], [7, 8, 9, 2, 4]]
+    assert first_row(separator=2) == [[5, 6, END, 7, 8, 9, 2], [4]]
+    assert first_row(dtype="uint32") == [[5 + (6 << 16), END + (7 << 16), 8 + (9 << 16), 2 + (4 << 16)]]
+    parquet = {"path": str(tmp_path / "a.parquet")}
+    assert first_row(column="first", **parquet) == [[3, 4]]
+    assert first_row(column="second", **parquet) == [[5, 6, 7]]
 
 
 @pytest.mark.parametrize(

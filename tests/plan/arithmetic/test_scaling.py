@@ -85,6 +85,13 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     assert 166 <= held <= 194
 
 
+def test_an_interval_leaves_out_as_many_laws_on_either_side():
+    laws = tuple(scaling.PowerLaw(coefficient=1.0, exponent=float(n)) for n in range(101))
+    found = scaling.Bootstrap(laws=laws, refused=0)
+    assert found.interval(lambda law: law.exponent, level=0.9) == pytest.approx((5, 95))
+    assert found.interval(lambda law: law.exponent) == pytest.approx((2.5, 97.5))
+
+
 def test_bootstrap_narrows_with_the_noise_and_repeats_with_the_seed():
     def width(noise, seed=0):
         fit = scaling.fit_isoflops(_curves(scaling.LLAMA3, noise=noise))

@@ -208,6 +208,28 @@ def test_kept_activations_are_what_the_backward_pass_is_handed(mlp, remat):
     assert _cut(decoder, training).kept_bytes() == sum(leaf.size * leaf.dtype.itemsize for leaf in stacked)
 
 
+@pytest.mark.parametrize("compute_bytes", [2, 4])
+def test_what_attention_gave_is_kept_with_a_float32_number_a_head(compute_bytes):
+    decoder = Decoder(layers=3, dim=32, hidden=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
+    training = Training(
+        batch=2, sequence=16, mesh=MeshShape(fsdp=1), remat=Remat(kept=("context",)), compute_bytes=compute_bytes
+    )
+    assert _cut(decoder, training).kept_bytes() == 3 * 2 * 16 * 4 * (8 * compute_bytes + 4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7])
+def test_attention_computes_the_blocks_of_which_some_pair_is_seen(window):
+    block, blocks = 16, 32
+    decoder = Decoder(layers=3, dim=32, hidden=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
+    if window:
+        decoder = dataclasses.replace(decoder, window=window * block)
+    training = Training(batch=2, sequence=blocks * block, mesh=MeshShape(fsdp=1), attention_block=block)
+    seen = sum(min(query, window or blocks) + 1 for query in range(blocks)) * block**2
+    # Forward, again, and "split" backward; 2 FLOPs a pair and feature.
+    products = 2 + 2 + 7
+    assert _cut(decoder, training).attention_flops() == pytest.approx(2 * 3 * products * 2 * 4 * 8 * seen, rel=1e-3)
+
+
 SMALL = Decoder(layers=4, dim=64, hidden=128, heads=8, kv_heads=4, head_dim=8, vocabulary=256)
 EXPERTS = dataclasses.replace(SMALL, experts=8, active_experts=2)
 

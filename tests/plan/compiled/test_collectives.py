@@ -118,6 +118,22 @@ def test_fsdp_under_jit_gathers_weights_and_reduces_gradients_over_its_axis():
     assert {axis for c in reduced for axis in c.axes} == {"replica", "fsdp"}
 
 
+@pytest.mark.parametrize(("given", "room"), [(16, 8), (8, 16)])
+def test_a_ragged_exchange_moves_no_more_than_there_is_and_than_there_is_room_for(given, room):
+    module = hlo.parse(
+        f"""HloModule m
+ENTRY %main (a: f32[{given},4], b: f32[{room},4], n: s32[4]) -> f32[{room},4] {{
+  %a = f32[{given},4]{{1,0}} parameter(0)
+  %b = f32[{room},4]{{1,0}} parameter(1)
+  %n = s32[4]{{0}} parameter(2)
+  ROOT %r = f32[{room},4]{{1,0}} ragged-all-to-all(%a, %b, %n, %n, %n, %n), replica_groups={{{{0,1,2,3}}}}
+}}
+"""
+    )
+    (found,) = collectives.of_module(module, _absent_mesh(data=4))
+    assert (found.kind, found.axis, found.bytes) == ("ragged-all-to-all", "data", 8 * 4 * 4)
+
+
 def test_a_loop_that_the_data_end_is_marked():
     mesh = _mesh(data=8)
 

@@ -60,6 +60,25 @@ def test_a_lookup_and_an_update_touch_rows_not_tables():
     assert bytes_of(lambda t, i, r: t.at[i].add(r), table, ids, rows, donate_argnums=0) < table_bytes / 10
 
 
+def test_a_scatter_reads_its_indices_once_and_its_rows_twice_and_writes_them():
+    module = hlo.parse(
+        """HloModule m
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+ENTRY %main (t: f32[1000,64], i: s32[16,1], u: f32[16,64]) -> f32[1000,64] {
+  %t = f32[1000,64]{1,0} parameter(0)
+  %i = s32[16,1]{1,0} parameter(1)
+  %u = f32[16,64]{1,0} parameter(2)
+  ROOT %s = f32[1000,64]{1,0} scatter(%t, %i, %u), update_window_dims={1}, to_apply=%add
+}
+"""
+    )
+    assert traffic.of_module(module).hbm_bytes == 3 * 16 * 64 * 4 + 16 * 4
+
+
 @pytest.mark.parametrize(
     ("sizes", "window", "pairs"),
     [
