@@ -249,7 +249,7 @@ def test_runs_of_a_gpu_are_all_places_of_the_rows_that_are_longer_than_one(monke
 
         monkeypatch.setattr(pallas_gpu, "_sum", note)
         ends = jnp.cumsum(lengths)
-        source = jnp.zeros((int(400), 1), jnp.float32)
+        source = jnp.zeros((400, 1), jnp.float32)
         short, _ = pallas_gpu._sum_long(pallas_gpu._Segments(source, None, ends - lengths, lengths), interpret=True)
         runs, again = seen[0], seen[-1]
         return runs.starts, runs.counts, short.counts, again.counts

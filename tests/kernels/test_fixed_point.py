@@ -57,7 +57,9 @@ def test_two_limbs_and_three_give_the_same_bits():
 def test_the_largest_limbs_of_more_occurrences_than_two_limbs_hold_do_not_overflow():
     """1 + 4095 * 2^-22 is an integer whose lowest 12 bits are ones: 2^19 + 129 of them leave int32."""
     value, count = 1 + 4095 * 2.0**-22, 2**19 + 129
-    got = jax.jit(sum_by_slot_fixed, static_argnums=2)(np.full((count, 1), value, np.float32), np.zeros(count, np.int32), 1)
+    got = jax.jit(sum_by_slot_fixed, static_argnums=2)(
+        np.full((count, 1), value, np.float32), np.zeros(count, np.int32), 1
+    )
     np.testing.assert_allclose(got, value * count, rtol=2e-7)
 
 

@@ -120,7 +120,10 @@ def test_the_gradients_of_keys_on_a_gpu_are_sums_over_the_query_heads_that_read_
     zero = np.zeros_like(lse)  # for what comes of out
     weights = np.exp(scores - lse[..., None])
     d_scores = weights * np.einsum("bshd,bthd->bhst", d_out, v.repeat(3, 2))
-    wanted = (np.einsum("bhst,bshd->bthd", *pair).reshape(1, 16, 2, 3, 16).sum(3) for pair in ((d_scores, q), (weights, d_out)))
+    wanted = (
+        np.einsum("bhst,bshd->bthd", *pair).reshape(1, 16, 2, 3, 16).sum(3)
+        for pair in ((d_scores, q), (weights, d_out))
+    )
     operands = [x.reshape(16, -1) for x in (q, k, v, d_out)] + [(x * np.log2(np.e)).reshape(6, 16) for x in (lse, zero)]
     found = jax.jit(lambda *given: pallas_gpu._key_gradients(q, k, seen, 1.0, list(given), True))(*operands)
     for ours, theirs in zip(found, wanted, strict=True):
