@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from scalejax.errors import UnsupportedError
 from scalejax.kernels import embedding_bag as ops
-from scalejax.kernels.embedding_bag import packing
+from scalejax.kernels.embedding_bag import packing, pallas_gpu, pallas_tpu
 from scalejax.numerics import rounding
 from scalejax.parallel.embedding import config
 from scalejax.parallel.embedding.update import optimizers
@@ -92,6 +92,21 @@ def test_a_tpu_refuses_more_bags_than_it_has_steps_for():
             lambda *a: ops.embedding_bag(*a, implementation="pallas_tpu"),
             *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes),
         )
+
+
+def test_steps_of_a_tpu_are_all_pairs_of_a_block_of_bags_and_a_chunk_of_ids_that_have_ids_in_common():
+    """Chunks of 8 ids and blocks of 2 bags: some end where a chunk does, and some have no ids."""
+    schedule = jax.jit(functools.partial(pallas_tpu._schedule, count=40, block=2, chunk=8))
+    for lengths in ((4, 4, 8, 16, 8, 0), (3, 0, 30, 0, 0, 2), (0, 0, 0, 0, 0, 0), (16, 8, 0, 0, 9, 7)):
+        starts, block_of, chunk_of = (x.tolist() for x in schedule(jnp.asarray(lengths, jnp.int32)))
+        assert starts == [sum(lengths[:bag]) for bag in (0, 2, 4, 6)]
+
+        def common(block, chunk, starts=starts):
+            return max(starts[block], 8 * chunk) < min(starts[block + 1], 8 * chunk + 8)
+
+        steps = [pair for pair in zip(block_of, chunk_of, strict=True) if common(*pair)]
+        assert steps == [(block, chunk) for block in range(3) for chunk in range(5) if common(block, chunk)]
+        assert set(block_of) == {0, 1, 2}  # the sums of each have to be set to 0
 
 
 @pytest.mark.default_cases(first=2)
@@ -218,6 +233,36 @@ def _occurrences(count, num_rows, hot, dim=128):
     rows = rng.integers(0, num_rows + 3, count)
     rows[rng.permutation(count)[:hot]] = 2
     return rows.astype(np.int32), rng.normal(size=(count, dim)).astype(np.float32)
+
+
+def test_runs_of_a_gpu_are_all_places_of_the_rows_that_are_longer_than_one(monkeypatch):
+    """The second pass, over these runs, takes no row that is longer; what is summed is not looked at."""
+    lengths, longest = np.int32([3, 130, 64, 65, 0, 128]), 64
+
+    @jax.jit
+    def runs_of(lengths):
+        seen = []
+
+        def note(segments, **_):
+            seen.append(segments)
+            return jnp.zeros((segments.counts.shape[0], 1), jnp.float32)
+
+        monkeypatch.setattr(pallas_gpu, "_sum", note)
+        ends = jnp.cumsum(lengths)
+        source = jnp.zeros((400, 1), jnp.float32)
+        short, _ = pallas_gpu._sum_long(pallas_gpu._Segments(source, None, ends - lengths, lengths), interpret=True)
+        runs, again = seen[0], seen[-1]
+        return runs.starts, runs.counts, short.counts, again.counts
+
+    starts, counts, short, again = (np.asarray(x) for x in runs_of(lengths))
+    places = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)])
+    ends = np.cumsum(lengths)
+    np.testing.assert_array_equal(
+        places, np.concatenate([np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True) if n > longest])
+    )
+    assert counts.max() == longest
+    np.testing.assert_array_equal(short, np.where(lengths > longest, 0, lengths))
+    np.testing.assert_array_equal(again[again > 0], [3, 2, 2])
 
 
 @pytest.mark.slow

@@ -54,6 +54,15 @@ def test_two_limbs_and_three_give_the_same_bits():
     np.testing.assert_allclose(np.asarray(two)[:, 0], expected, atol=2**19 * 8 * 2.0**-24 / 5)
 
 
+def test_the_largest_limbs_of_more_occurrences_than_two_limbs_hold_do_not_overflow():
+    """1 + 4095 * 2^-22 is an integer whose lowest 12 bits are ones: 2^19 + 129 of them leave int32."""
+    value, count = 1 + 4095 * 2.0**-22, 2**19 + 129
+    got = jax.jit(sum_by_slot_fixed, static_argnums=2)(
+        np.full((count, 1), value, np.float32), np.zeros(count, np.int32), 1
+    )
+    np.testing.assert_allclose(got, value * count, rtol=2e-7)
+
+
 @pytest.mark.slow
 def test_equal_gradients_do_not_overflow():
     grads = np.full((2**19, 1), -0.99999994, np.float32)

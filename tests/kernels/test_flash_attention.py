@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalejax.errors import UnsupportedError
-from scalejax.kernels.flash_attention import api, blocks, flash_attention, flash_attention_gradients
+from scalejax.kernels.flash_attention import api, blocks, flash_attention, flash_attention_gradients, pallas_gpu
+from scalejax.kernels.flash_attention.visibility import Visibility
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -106,6 +107,28 @@ FEW = ["all at once"]
 @pytest.mark.parametrize("implementation", SMALL_BLOCKS)
 def test_interpreted_kernels_equal_the_reference_with_gradients(implementation, name, small_blocks):
     assert_matches_reference(implementation, CASES[name], interpret=True)
+
+
+def test_the_gradients_of_keys_on_a_gpu_are_sums_over_the_query_heads_that_read_them():
+    """One kernel of one block, whose six query heads read two of keys by threes, against NumPy."""
+    rng = np.random.default_rng(0)
+    q, d_out = (rng.normal(size=(1, 16, 6, 16)).astype(np.float32) for _ in range(2))
+    k, v = (rng.normal(size=(1, 16, 2, 16)).astype(np.float32) for _ in range(2))
+    nothing = dict.fromkeys(("offset", "query_positions", "key_positions", "query_segments", "key_segments"))
+    seen = Visibility(causal=False, window=None, start=0, **nothing)
+    scores = np.einsum("bshd,bthd->bhst", q, k.repeat(3, 2))
+    lse = np.log(np.exp(scores).sum(-1))
+    zero = np.zeros_like(lse)  # for what comes of out
+    weights = np.exp(scores - lse[..., None])
+    d_scores = weights * np.einsum("bshd,bthd->bhst", d_out, v.repeat(3, 2))
+    wanted = (
+        np.einsum("bhst,bshd->bthd", *pair).reshape(1, 16, 2, 3, 16).sum(3)
+        for pair in ((d_scores, q), (weights, d_out))
+    )
+    operands = [x.reshape(16, -1) for x in (q, k, v, d_out)] + [(x * np.log2(np.e)).reshape(6, 16) for x in (lse, zero)]
+    found = jax.jit(lambda *given: pallas_gpu._key_gradients(q, k, seen, 1.0, list(given), True))(*operands)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours.reshape(theirs.shape), theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels import group_quantize
-from scalejax.kernels.group_quantize import IntGroups, pallas_gpu
+from scalejax.kernels.group_quantize import IntGroups, pallas_gpu, pallas_tpu
 
 BACKENDS = ["pallas_gpu", "pallas_tpu"]
 SEED = np.array([3, 9], np.uint32)
@@ -58,6 +58,12 @@ def groups_of(x, format):
 def test_quantizing(backend, format, count, seed, transform):
     x = numbers(2, count * format.size)
     assert_same(lambda **how: group_quantize.quantize(x, format, seed, transform=transform, **how), backend)
+
+
+def test_no_two_steps_of_a_tpu_draw_alike(monkeypatch):
+    monkeypatch.setattr(pallas_tpu, "_ROWS", 128)
+    x = jnp.tile(numbers(1, 128 * 128)[0], 2)  # of each of two steps the same
+    assert_same(lambda **how: group_quantize.quantize(x, FOUR, SEED, **how), "pallas_tpu")
 
 
 @pytest.mark.slow

@@ -76,6 +76,17 @@ def test_a_narrowed_plan_is_the_plan_with_less_room(rows, spare):
     _assert_equal(narrow, ops.plan_tables_host(rows, 9, capacity))
 
 
+@pytest.mark.parametrize("num_rows", [2**26, 2**27])
+def test_what_has_no_row_comes_last_where_row_and_position_just_fill_a_word_and_where_not(num_rows):
+    """`num_rows` itself, which stands for no row, has a bit more than the last row; positions have 5."""
+    rows = np.array([0, num_rows, num_rows - 1, 5] * (COUNT // 4))
+    plan = ops.plan_rows_host(rows, num_rows, 3)
+    order = np.argsort(rows, kind="stable")
+    np.testing.assert_array_equal(plan.order, order)
+    np.testing.assert_array_equal(plan.slots, np.searchsorted([0, 5, num_rows - 1], rows[order]))
+    np.testing.assert_array_equal(plan.rows, [0, 5, num_rows - 1])
+
+
 def test_rejects_what_a_plan_cannot_hold():
     with pytest.raises(ValueError, match="table 1 has 3, capacity is 2"):
         ops.plan_tables_host(np.array([[1, 1, 1], [0, 1, 2]]), 5, 2)

@@ -1,5 +1,6 @@
 """Products of 8-bit integers against NumPy's integers, and what saturates, poisons or is refused."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,13 @@ def test_products_are_those_of_integers(limits):
     assert np.allclose(found, wanted, rtol=1e-5, atol=1e-5)
     if limits is None:
         assert np.abs(found - x @ weight).max() < 0.02 * np.abs(x @ weight).max()
+
+
+def test_with_a_range_of_its_own_a_row_does_not_depend_on_the_others():
+    x, weight = jnp.asarray([[0.5, -1.0, 0.25], [100.0, 7.0, -50.0]], jnp.float32), jnp.eye(3, dtype=jnp.float32)
+    limits = jnp.float32(-1), jnp.float32(1)
+    found = jax.jit(lambda x: dense.int8_matmul(x, dense.quantize_weight(weight), limits=limits))(x)
+    assert np.allclose(found, np.clip(x, -1, 1), atol=1 / 255)
 
 
 @pytest.mark.slow

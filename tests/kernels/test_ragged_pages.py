@@ -116,6 +116,30 @@ def test_what_is_handed_to_jax_is_what_its_reference_takes(monkeypatch):
     np.testing.assert_allclose(got, gathered(*arguments, 20), rtol=2e-5, atol=2e-5)
 
 
+def test_lengths_are_the_tokens_that_a_row_has_in_the_pages_of_its_table(monkeypatch):
+    """In tokens, of which the pages before the first of the table have their share; a row without tokens has one."""
+    handed = []
+
+    def note(q, pages, lengths, table, starts, **_):
+        handed.extend((lengths, starts))
+        return q
+
+    monkeypatch.setattr(compat, "ragged_paged_attention", note)
+    q, pages, table, positions, first = problem(gone=2)
+
+    @jax.jit
+    def lengths_and_starts(positions, first):
+        ragged.attention(q, pages, table, positions, first, window=20, scale=1.0)
+        return handed
+
+    lengths, starts = lengths_and_starts(positions, first)
+    assert np.asarray(first).max() == 2
+    counts = [max(new, 1) for _, new in ROWS]
+    begun = [max(before - PAGE * min(2, before // PAGE), 0) if new else 0 for before, new in ROWS]
+    np.testing.assert_array_equal(lengths, np.add(begun, counts))
+    np.testing.assert_array_equal(starts, np.cumsum([0, *counts]))
+
+
 def test_what_it_lacks():
     q, pages, *_ = problem()
     assert ragged.lacks(q, pages) is None

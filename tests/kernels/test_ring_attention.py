@@ -155,6 +155,14 @@ def test_devices_of_other_axes_have_rings_of_their_own():
     assert not races_found()
 
 
+def test_keys_pass_by_from_the_device_before():
+    """Of four devices; of two the devices before and behind are one."""
+    names = jnp.asarray([[[device, row] for row in range(2)] for device in range(4)], jnp.int32)
+    seen = jax.vmap(functools.partial(pallas_tpu.in_turns, axis="context"), axis_name="context")(names)
+    turns = [[[(device - turn) % 4, row] for turn in range(4) for row in range(2)] for device in range(4)]
+    np.testing.assert_array_equal(seen, turns)
+
+
 def refused(error, match, ranks=2, attend=ring_attention, change=lambda *arrays: arrays, **options):
     def local(q, k, v, query_positions, key_positions):
         q, k, v = change(q, k, v)

@@ -130,6 +130,18 @@ def test_expert_choice_equals_the_loop_of_the_paper(arrays, real):
     assert not used[~mask].any()
 
 
+def test_experts_that_choose_take_the_whole_part_of_their_share_and_one_at_least():
+    """Of 18 real tokens four experts take 4 each, and not 5; there is room for all."""
+    scores = jax.random.uniform(jax.random.key(0), (TOKENS, EXPERTS))
+    chosen = jax.jit(functools.partial(routing.best_tokens, capacity=TOKENS))
+    for count, share in ((TOKENS, 5), (20, 5), (19, 4), (18, 4), (3, 1), (1, 1), (0, 0)):
+        tokens, _ = chosen(scores, np.arange(TOKENS) < count)
+        taken = np.asarray(tokens) < TOKENS
+        assert taken.sum(1).tolist() == [share] * EXPERTS, count
+        best = np.argsort(-np.asarray(scores)[:count], axis=0, kind="stable")[:share]
+        np.testing.assert_array_equal(np.asarray(tokens)[:, :share], best.T)
+
+
 @pytest.mark.slow
 def test_gradients_are_those_of_dense_sums(arrays):
     """Against autodiff of a sum over all pairs of tokens and experts, masked by what was chosen."""

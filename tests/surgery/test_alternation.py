@@ -127,6 +127,7 @@ def whole(rows, tmp_path_factory):
 def test_widths_are_shares_rounded_up_to_a_multiple():
     found = [kept_width(n, share, m) for n, share, m in ((512, 0.5, 1), (30, 0.1, 1), (100, 0.3, 8), (10, 0.9, 8))]
     assert found == [256, 3, 32, 10]
+    assert [kept_width(n, share, m) for n, share, m in ((10, 0.25, 1), (33, 0.5, 4), (7, 0.01, 1))] == [3, 20, 1]
     layer = EnsembleLayer(
         modules=(
             FactorizationMachine(outputs=4, hidden=(64, 32), attention_hidden=(16,)),

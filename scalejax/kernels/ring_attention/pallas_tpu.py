@@ -74,13 +74,12 @@ def forward(
     interpret: Interpret = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, s, H, D] in the dtype of q, lse float32[B, H, s]); arguments as in `api.ring_attention`."""
-    ranks, rank = lax.axis_size(axis), lax.axis_index(axis)
+    ranks = lax.axis_size(axis)
     batch, _, heads, width = q.shape
     kv_heads = k.shape[2]
     share = heads // kv_heads
     # Rows of the grid are those of the batch in every turn, in each of which keys are of another device.
-    of_turn = (rank - jnp.arange(ranks)) % ranks
-    of_keys = lax.all_gather(key_positions, axis)[of_turn].reshape(ranks * batch, -1)
+    of_keys = in_turns(key_positions, axis)
     plan = flash.Plan(q, k, _visibility(jnp.tile(query_positions, (ranks, 1)), of_keys, window))
     steps, block = plan.most_pairs["query"], plan.query_block
 
@@ -299,6 +298,13 @@ def wait_for_room(room: Ref) -> None:
 def wait_for_arrival(transfer: RemoteCopy) -> None:
     """Of what the device before this one sent by a transfer like this."""
     transfer.wait_recv()
+
+
+def in_turns(of_device: jax.Array, axis: str) -> jax.Array:
+    """[turns * B, s]: what each device has of its keys, [B, s], in the order in which they pass by this one."""
+    ranks, rank = lax.axis_size(axis), lax.axis_index(axis)
+    of_turn = (rank - jnp.arange(ranks)) % ranks
+    return lax.all_gather(of_device, axis)[of_turn].reshape(ranks * of_device.shape[0], -1)
 
 
 def _visibility(query_positions: jax.Array, key_positions: jax.Array, window: int | None) -> Visibility:

@@ -14,7 +14,7 @@ from scalejax import optim
 from scalejax.configs.llm import moma
 from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.tokens import TokenSchema
-from scalejax.models.llm.auxiliary import AuxiliaryRouter
+from scalejax.models.llm.auxiliary import AuxiliaryRouter, guess
 from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared
 from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.models.llm.moma import ModalityExperts
@@ -60,6 +60,19 @@ def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(
     assert (causal[0][:, 9:] != causal[1][:, 9:]).any()
     seeing = [np.asarray(hidden(ids, "batch")) for ids in (tokens, other)]
     assert (seeing[0][:, :9] != seeing[1][:, :9]).any()
+
+
+def test_a_guess_has_no_gradient_for_the_stream_and_one_for_its_own_matrices():
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in ((1, 3, 4), (4, 2), (2, 5))]
+
+    def total(x, first, second):
+        return guess(x, first, second, jnp.float32).sum()
+
+    of_x, of_first, of_second = jax.jit(jax.grad(total, (0, 1, 2)))(*arrays)
+    assert not np.asarray(of_x).any()
+    assert np.asarray(of_first).any()
+    assert np.asarray(of_second).any()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Experts in a decoder: the layer equals loops, the losses of the router their formulas, and devices change nothing."""
 
 import dataclasses
+import functools
 import io
 
 import jax
@@ -16,8 +17,9 @@ from rich.console import Console
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.inference import generate, run_model
+from scalejax.models.llm import experts
 from scalejax.models.llm.auxiliary import AuxiliaryRouter
-from scalejax.models.llm.expert_use import SUMS, UseSums
+from scalejax.models.llm.expert_use import SUMS, ExpertUse, UseSums
 from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.nn import Dtypes
 from scalejax.numerics.quantized import static
@@ -110,6 +112,22 @@ def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
     assert numbers["layer"].tolist() == [1, 1]
 
 
+def test_the_use_of_experts_is_a_share_of_what_it_is_named_after():
+    """Two layers of two experts, 8 tokens with 2 choices each: 3 of 16 choices a layer are dropped."""
+    load = np.array([[8.0, 8.0], [16.0, 0.0]])
+    totals = {"tokens": 16.0, "entropy": 8.0, "dropped": 6.0, "unseen": 1.0, "once": 4.0}
+    sums = UseSums(load=load, gates=load / 2, gates_squared=load / 4, **{n: np.float64(x) for n, x in totals.items()})
+    assert ExpertUse(layers=2, experts=2, k=2, group="text").compute(sums) == {
+        "expert_load_max/text": 2.0,
+        "experts_unused/text": 1.0,
+        "gate_spread/text": 0.0,
+        "router_entropy/text": 0.5,
+        "dropped/text": 6 / 32,
+        "tokens_unseen/text": 1 / 16,
+        "tokens_seen_once/text": 1 / 4,
+    }
+
+
 @pytest.mark.slow
 def test_the_implementation_of_grouped_products_is_that_of_the_config(stream):
     x, real = stream
@@ -163,6 +181,36 @@ def test_what_an_expert_multiplies_is_quantized_under_its_own_scale(stream, form
     wrong = np.abs(found - expected).max(1) > 1e-3 * np.abs(expected).max()
     assert wrong.mean() < 0.05  # a sum that rounds otherwise may move a number to the next
     assert np.abs(plain - expected).max() > 0.01 * np.abs(expected).max()
+
+
+def test_room_for_a_broken_number_of_tokens_is_rounded_up(monkeypatch):
+    """Of 10 tokens with 2 choices each and three experts, and of 3 rows of 5 that three experts choose from."""
+
+    class Asked(Exception):
+        pass
+
+    def ask(*_, count, capacity):
+        raise Asked(count, capacity)
+
+    monkeypatch.setattr(experts.routing, "routes_with_capacity", ask)
+    x, gates = (jax.ShapeDtypeStruct((2, 5, width), jnp.float32) for width in (3, 2))
+    for router, devices, wanted in (
+        (TopK(k=2, capacity_factor=1.0), 1, (3, 7)),  # 20 / 3
+        (TopK(k=2, capacity_factor=1.25), 1, (3, 9)),  # 25 / 3
+        (TopK(k=2, pair_factor=0.55), 3, (3, 4)),  # 11 / 3
+    ):
+        execution = "grouped" if router.capacity_factor is None else "batched"
+        run = experts._Run(Experts(count=3, router=router, execution=execution), 4, ((), ()))
+        weights = jax.ShapeDtypeStruct((3 // devices, 3, 4), jnp.float32)
+        local = functools.partial(experts._chosen, router=router, run=run)
+        with pytest.raises(Asked) as asked:
+            jax.eval_shape(local, x, gates.update(dtype=jnp.int32), gates, weights)
+        assert asked.value.args == wanted
+    scores, real = jax.ShapeDtypeStruct((3, 5, 3), jnp.float32), jax.ShapeDtypeStruct((3, 5), bool)
+    for factor, places in ((1.0, 5), (1.25, 7)):  # 15 / 3, and 18.75 / 3
+        with pytest.raises(Asked) as asked:
+            jax.eval_shape(functools.partial(experts._of_all, factor=factor, cut=((), ())), scores, real)
+        assert asked.value.args == (3, places)
 
 
 @pytest.mark.slow

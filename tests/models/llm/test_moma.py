@@ -14,7 +14,8 @@ from scalejax.errors import UserError
 from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.models.llm.llama3.parts import GatedMlp, OutputRmsNorm
 from scalejax.models.llm.moma import TABLE_1, ModalityExperts, published
-from scalejax.nn import routing
+from scalejax.nn import counts, routing
+from scalejax.train.batch import Batch
 
 TEXT, IMAGE, PADDING = 0, 1, -1
 SCHEMA = TokenSchema(vocabulary=90, length=16, modalities=("text", "image"), capacities=(16, 16))
@@ -115,6 +116,41 @@ def test_a_capacity_that_holds_all_tokens_changes_nothing(x):
     part = ModalityExperts(groups=(("text", 4), ("image", 2)))
     wide, tight = layer(part), layer_of(dataclasses.replace(part, capacities=tuple(most)))
     np.testing.assert_allclose(run(tight, x, modality)[0], run(wide, x, modality)[0], rtol=1e-12)
+
+
+def test_each_modality_has_the_places_that_the_data_say():
+    part = ModalityExperts(groups=(("text", 4), ("image", 2)), capacities=(5, 12))
+    module, modality = counts.abstract(part.build, GQA), jnp.asarray(kinds("padded"), jnp.int8)
+    real = modality != PADDING
+    for room, places in (("data", (5, 12)), ("all", (16, 16))):
+        order = jax.jit(lambda room=room: module.prepare(real, jnp.zeros((2, 16), jnp.int32), modality, room=room))()
+        for number, (name, size) in enumerate(zip(("text", "image"), places, strict=True)):
+            assert order.routes[name].tokens.shape == (2, size)
+            for row in range(2):
+                own = np.flatnonzero(np.asarray(modality[row]) == number)[:size]
+                np.testing.assert_array_equal(order.routes[name].tokens[row, : own.size], own)
+                assert (np.asarray(order.routes[name].tokens[row, own.size :]) == 16).all()
+
+
+def test_the_loss_of_a_modality_is_that_of_the_targets_that_are_of_it():
+    """Where a text ends and an image begins, the last token of the text has a target of the image."""
+    ranges = (("text", 0, 50), ("image", 50, 90))
+    task = GQA.task(dataclasses.replace(SCHEMA, ranges=ranges))
+    targets, weights = np.array([[3, 60, 61, 7]]), np.array([[1.0, 0.5, 2.0, 4.0]], np.float32)
+    tokens = np.array([[2, 3, 60, 61]])
+    x, head = jnp.ones((1, 4, 2)), jnp.zeros((2, 90))  # all classes are alike
+
+    @jax.jit
+    def loss(fields):
+        return task._cross_entropy(x, head, Batch(fields, purpose="evaluation"))
+
+    total, found = loss({"tokens": tokens, "targets": targets, "weights": weights})
+    assert {name: float(value) for name, value in found.items() if "weight" in name} == {
+        "weight/text": 5.0,
+        "weight/image": 2.5,
+    }
+    np.testing.assert_allclose(found["cross_entropy/text"], 5 * np.log(90), rtol=1e-5)
+    np.testing.assert_allclose(total, 7.5 * np.log(90), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def data(examples=3):
     return jnp.asarray(rng.normal(size=(N, examples, D))), jnp.asarray(rng.normal(size=(DENSE, examples, D)))
 
 
-@pytest.mark.slow
+@pytest.mark.default_cases("experts")
 @pytest.mark.parametrize("name", MODULES)
 def test_is_its_literal_form(name, randomised, numpy_parameters, x64):
     config = MODULES[name]

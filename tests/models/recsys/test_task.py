@@ -46,6 +46,13 @@ def test_cross_entropy_equals_its_definition_and_stays_finite(x64):
     assert (value, slope) == (1e4, 1.0)
 
 
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_tables_are_pooled_as_the_config_says(config, pooling, schema):
+    tables = dataclasses.replace(config, pooling=pooling).tables(schema)
+    assert {table.pooling for table in tables} == {pooling}
+
+
 @pytest.mark.default_cases("DlrmConfig")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_loss_is_the_weighted_sum_of_the_mean_over_tasks(config, schema, examples, randomised, x64):

@@ -107,6 +107,14 @@ def test_extremes_are_by_coordinate_and_one_end_may_be_two_of_them():
     np.testing.assert_array_equal(np.asarray(keypoints.extremes(upright)), [[20, 5], [10, 25], [20, 45], [30, 25]])
 
 
+def test_the_highest_cells_of_a_map_that_is_no_square_are_named_by_column_and_row():
+    heat = np.zeros((1, 2, 3, 5), np.float32)
+    heat[0, 0, 2, 1], heat[0, 0, 1, 4], heat[0, 1, 0, 3], heat[0, 1, 2, 0] = 0.9, 0.7, 0.5, 0.8
+    heights, cells = keypoints.top(jnp.asarray(heat), 2)
+    np.testing.assert_array_equal(heights, np.float32([[[0.9, 0.7], [0.8, 0.5]]]))
+    np.testing.assert_array_equal(cells, [[[[1, 2], [4, 1]], [[0, 2], [3, 0]]]])
+
+
 @pytest.mark.slow
 def test_focal_loss_equals_its_definition():
     rng = np.random.default_rng(1)

@@ -140,6 +140,17 @@ def test_a_lesion_under_one_cell_is_found():
     assert found.regressed.all()
 
 
+def test_boxes_end_with_the_picture_which_may_be_no_square():
+    """Pixels of 48 x 64 lie from -.5 to 63.5 across and to 47.5 down."""
+    boxes = jnp.asarray([[[-9.0, -7.0, 20.0, 20.0], [40.0, 40.0, 90.0, 90.0], [50.0, 10.0, 60.0, 45.0]]])
+    scores, ends = jnp.asarray([[0.9, 0.8, 0.7]]), jnp.zeros((1, 3, 4, 2))
+    config = changed(CONFIG, padding=1.0, grouping__overlap=0.99, grouping__ghosts=None)
+    told = jax.jit(lambda *found: recist_net._told(config, *found, height=48, width=64))
+    found = told(boxes, scores, ends, jnp.zeros((1, 3), bool))
+    wanted = [[-1.5, -1.5, 21, 21], [39, 39, 64.5, 48.5], [49, 9, 61, 46]]
+    np.testing.assert_array_equal(found.boxes[0], wanted)
+
+
 @pytest.mark.slow
 def test_boxes_have_their_padding():
     ends = crosses((32, 32))

@@ -1,16 +1,22 @@
 """The loss of segmentation against literal sums, at its edges and over devices."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalejax.data.images.schema import ImageSchema
 from scalejax.models.vision.segmentation import (
+    SegmentationSettings,
+    SegmentationTask,
     averaged,
     dice_and_cross_entropy,
     overlaps,
     soft_dice,
 )
+from scalejax.train.task import Batch, whole
 
 
 def random_case(seed=0, batch=3, side=4, classes=3):
@@ -74,6 +80,18 @@ def test_coarser_logits_have_the_loss_of_their_repetition():
     found = dice_and_cross_entropy(jnp.asarray(logits), averaged(jnp.asarray(truth), 2), weights)
     wanted = dice_and_cross_entropy(jnp.asarray(repeated), jnp.asarray(truth), weights)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dice", ["batch", "picture"])
+def test_the_loss_of_a_task_has_the_dice_of_its_settings(dice):
+    logits, truth = random_case()
+    schema = ImageSchema(height=4, width=4, channels=1, mean=(0.0,), std=(1.0,), classes=("none", "a", "b"))
+    settings = types.SimpleNamespace(segmentation=SegmentationSettings(dice=dice), inputs=("images",))
+    task = SegmentationTask(config=settings, schema=schema)
+    weights = np.array([1, 0, 1], np.float32)
+    batch = Batch({"images": logits, "masks": truth.argmax(-1), "weights": weights})
+    found = jax.jit(lambda batch: task.loss(lambda x, purpose: (x,), batch, keys=None, gather=whole).sum)(batch)
+    np.testing.assert_allclose(found, (literal(logits, truth, weights, dice) * weights).sum(), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -84,10 +84,19 @@ def test_the_scale_rule_is_that_of_the_rule():
     agree(got, double(x, "bdr_mx9", 1, scale_rule="rceil") @ double(w, "mxfp8_e4m3", 0, scale_rule="rceil"))
 
 
-def test_without_formats_it_is_dot_general():
-    x, w, g = arrays((8, 5), (5, 3), (8, 3))
-    y, pull = jax.vjp(product(QuantizationRule()), x, w)
-    want, expected = jax.vjp(lambda x, w: lax.dot_general(x, w, MATRICES), x, w)
+TURNED = (((0, 2), (2, 0)), ((), ()))
+"""Two reduced axes, the later one of the left side first on the right one."""
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dimensions"),
+    [(((8, 5), (5, 3), (8, 3)), MATRICES), (((4, 8, 4), (4, 3, 4), (8, 3)), TURNED)],
+    ids=["matrices", "turned axes"],
+)
+def test_without_formats_it_is_dot_general(shapes, dimensions):
+    x, w, g = arrays(*shapes)
+    y, pull = jax.vjp(product(QuantizationRule(), dimensions), x, w)
+    want, expected = jax.vjp(lambda x, w: lax.dot_general(x, w, dimensions), x, w)
     for a, b in zip((y, *pull(g)), (want, *expected(g)), strict=True):
         agree(a, b)
 

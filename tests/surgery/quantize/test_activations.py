@@ -104,6 +104,32 @@ def test_later_matrices_see_what_earlier_ones_have_become(theirs):
     assert 0 < (found[0] != found[1]).mean() < 0.5
 
 
+def test_matrices_of_a_layer_see_inputs_by_those_that_were_rounded_before_them(theirs, monkeypatch):
+    """Rounding is doubling here, and no product is taken."""
+    made = diffusion(model_folder.open_folder(theirs[0]))
+    layer, stages = [weight for weight in made.plan if weight.layer == 1], made._walk.stages
+    assert [len(stage) for stage in stages] == [3, 1, 2, 1]
+    seen = []
+
+    def covariance(inputs, _):
+        seen.append(inputs.args[:2])
+        return np.eye(1)
+
+    monkeypatch.setattr(activations, "_covariance", covariance)
+    monkeypatch.setattr(activations, "dequantize", lambda rounded: rounded)
+    monkeypatch.setattr(made, "_round", lambda weight, exact, *_: activations._Rounded(2 * np.asarray(exact), 0.0, 1.0))
+    behind = made._layer(1, OWN)
+
+    sizes = families.of(SMALL).sizes(SMALL)
+    exact = {weight.name: activations.read_weight(made.model, weight) for weight in layer}
+    exact = activations.parameters(layer, exact, sizes)
+    for params, number in [*seen, (behind, len(stages))]:
+        done = {path for stage in stages[:number] for path in stage}
+        for path, value in exact.items():
+            np.testing.assert_array_equal(params[path], value * (1 + (path in done)), err_msg=f"{path}, {number}")
+    assert [number for _, number in seen] == [0, 1, 2, 3]
+
+
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixtral")
