@@ -48,8 +48,6 @@ PARTS = {
 }
 EXPLICIT = Fsdp(sharding="FULL_SHARD", form="explicit")
 MESHES = {
-    "2": (Fsdp(), MeshShape(fsdp=1, expert=2)),
-    "4": (EXPLICIT, MeshShape(fsdp=1, expert=4)),
     "8": (Fsdp(), MeshShape(fsdp=1, expert=8)),
     "fsdp x 4": (Fsdp(), MeshShape(fsdp=2, expert=4)),
     "explicit fsdp x 4": (EXPLICIT, MeshShape(fsdp=2, expert=4)),
@@ -61,8 +59,6 @@ MESHES = {
     "tensor x 4": (Fsdp(), MeshShape(fsdp=1, tensor=2, expert=4)),
     "explicit tensor x 2": (EXPLICIT, MeshShape(fsdp=2, tensor=2, expert=2)),
     "context x 4": (EXPLICIT, MeshShape(fsdp=1, context=2, expert=4)),
-    "fsdp": (EXPLICIT, MeshShape(fsdp=8)),
-    "tensor": (Fsdp(), MeshShape(fsdp=4, tensor=2)),
     "context": (Fsdp(), MeshShape(fsdp=4, context=2)),
     "stage": (EXPLICIT, MeshShape(fsdp=4, stage=2)),
     "stage x 4": (EXPLICIT, MeshShape(fsdp=1, stage=2, expert=4)),
@@ -126,18 +122,20 @@ def draws(part):
     return isinstance(part, ModalityExperts) and part.draws
 
 
+# Every mesh, and every part: those that choose among all tokens where a row or a stage is cut, those that draw in both
+# forms. Whole experts on fsdp and tensor alone are in test_depth.
 CASES = [
-    *(("dropless", mesh) for mesh in MESHES),
-    *((name, "fsdp x 4") for name in PARTS if name != "dropless"),
-    *((name, "explicit tensor x 2") for name in ("room between two", "with a capacity", "global")),
-    *((name, "context x 4") for name in ("sequence", "global")),
-    *((name, "stage x 4") for name in ("sequence", "global")),
-    *(("moma global", mesh) for mesh in ("2", "4", "fsdp x 4", "implicit stage x 2")),
-    *((name, "explicit fsdp x 4") for name in PARTS if name.startswith("moma")),
-    *((name, "context x 4") for name in ("moma sequence", "moma global")),
-    *((name, "stage x 4") for name in PARTS if name.startswith("moma")),
-    ("moma noise", "implicit stage x 2"),
+    *(("dropless", mesh) for mesh in ("8", "explicit tensor x 2", "context", "stage")),
+    ("dropless, sigmoid", "whole x 4"),
+    ("room between two", "explicit fsdp x 4"),
+    ("with a capacity", "replica x fsdp x 2"),
+    ("bias", "fsdp x 4"),
+    ("sequence", "stage x 4"),
+    ("global", "context x 4"),
     ("moma sequence", "tensor x 4"),
+    ("moma global", "context x 4"),
+    ("moma noise", "explicit fsdp x 4"),
+    ("moma noise", "implicit stage x 2"),
 ]
 
 
@@ -171,7 +169,7 @@ def stand_in(operand, output, input_offsets, send_sizes, output_offsets, recv_si
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["explicit fsdp x 4", "fsdp x 4", "explicit tensor x 2", "stage x 4"])
+@pytest.mark.parametrize("mesh", ["fsdp x 4", "stage x 4"])
 def test_as_many_tokens_as_there_are_may_travel(texts, without_travel, monkeypatch, mesh):
     strategy, shape = MESHES[mesh]
     losses, params = without_travel("dropless", strategy, shape)
