@@ -164,7 +164,7 @@ DECODED = [(30, 1), (0, 1), (0, 0), (7, 1), (64, 1), (1, 1), (2, 1), (19, 1)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["even", "last", "window"])
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_a_decode_asks_each_device_for_the_keys_of_its_rows(ranks, case):
     """Keys spread by chance, or all on the last device; a row that is empty."""
     spread = (lambda n: np.full(n, ranks - 1)) if case == "last" else None

@@ -59,10 +59,8 @@ def assert_same_bits(a, b):
     ("strategy", "where"),
     [
         pytest.param(Fsdp(), BOTH, id="implicit, both"),
-        pytest.param(Fsdp(), "optimizer", id="implicit", marks=pytest.mark.slow),
-        pytest.param(Fsdp(form="explicit"), BOTH, id="explicit, both", marks=pytest.mark.slow),
-        pytest.param(Fsdp(sharding="HYBRID_SHARD", form="explicit"), "optimizer", id="hybrid", marks=pytest.mark.slow),
-        pytest.param(Ddp(), BOTH, id="ddp, both", marks=pytest.mark.slow),
+        pytest.param(Fsdp(sharding="HYBRID_SHARD", form="explicit"), "optimizer", id="hybrid"),
+        pytest.param(Ddp(), BOTH, id="ddp, both"),
     ],
 )
 def test_state_in_host_memory_trains_as_state_on_devices_does(texts, x64, strategy, where):
@@ -102,9 +100,7 @@ def test_averages_that_begin_with_another_run_lie_on_the_devices(texts, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [Fsdp(), pytest.param(Ddp(accumulate="local"), marks=pytest.mark.slow)], ids=["full", "ddp"]
-)
+@pytest.mark.parametrize("strategy", [Fsdp(), Ddp(accumulate="local")], ids=["full", "ddp"])
 def test_a_factor_on_the_loss_changes_no_gradient(texts, x64, strategy):
     # The weight of a batch is divided by before the gradient is taken and not after.
     found = []

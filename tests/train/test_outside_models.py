@@ -214,26 +214,13 @@ def of_one_device():
     return find
 
 
-QUICK = {
+FORMS = {
     # All forms where a loss has collectives or rows of its own; elsewhere at least the explicit one.
     "pair": ("implicit", "explicit", "ddp"),
     **dict.fromkeys(("segmenter", "detector", "supernet", "pictures"), ("implicit", "explicit")),
     **dict.fromkeys(("inversion", "pruner", "preferences", "mixer"), ("explicit",)),
-    "diffusion": ("implicit",),
+    "diffusion": ("implicit",),  # in the explicit form each device draws its own noise, see below
 }
-FORMS = [
-    pytest.param(name, form, marks=() if form in quick else pytest.mark.slow)
-    for name, quick in QUICK.items()
-    for form in STRATEGIES
-    if name != "diffusion" or form == "implicit"  # in the explicit form each device draws its own noise, see below
-]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("name", "form"), FORMS)
-def test_eight_devices_learn_what_one_does(of_one_device, name, form):
-    assert_close(of_devices(name, 8, STRATEGIES[form]), of_one_device(name))
 
 
 @pytest.mark.slow

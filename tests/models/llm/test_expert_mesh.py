@@ -43,12 +43,10 @@ PARTS = {
     "sequence": Experts(count=COUNT, router=ExpertChoice(group="sequence"), execution="sequential"),
     "global": Experts(count=COUNT, router=ExpertChoice(group="global"), execution="batched"),
     "moma sequence": dataclasses.replace(moma("sequence"), execution="sequential"),
-    "moma global": moma("global"),
     "moma noise": moma("global", noise="gumbel"),
 }
 EXPLICIT = Fsdp(sharding="FULL_SHARD", form="explicit")
 MESHES = {
-    "8": (Fsdp(), MeshShape(fsdp=1, expert=8)),
     "fsdp x 4": (Fsdp(), MeshShape(fsdp=2, expert=4)),
     "explicit fsdp x 4": (EXPLICIT, MeshShape(fsdp=2, expert=4)),
     "replica x fsdp x 2": (
@@ -125,7 +123,7 @@ def draws(part):
 # Every mesh, and every part: those that choose among all tokens where a row or a stage is cut, those that draw in both
 # forms. Whole experts on fsdp and tensor alone are in test_depth.
 CASES = [
-    *(("dropless", mesh) for mesh in ("8", "explicit tensor x 2", "context", "stage")),
+    *(("dropless", mesh) for mesh in ("explicit tensor x 2", "context", "stage")),
     ("dropless, sigmoid", "whole x 4"),
     ("room between two", "explicit fsdp x 4"),
     ("with a capacity", "replica x fsdp x 2"),
@@ -133,7 +131,6 @@ CASES = [
     ("sequence", "stage x 4"),
     ("global", "context x 4"),
     ("moma sequence", "tensor x 4"),
-    ("moma global", "context x 4"),
     ("moma noise", "explicit fsdp x 4"),
     ("moma noise", "implicit stage x 2"),
 ]
@@ -336,8 +333,9 @@ PLACES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLACES)
-@pytest.mark.parametrize("mesh", ["fsdp x 4", "explicit fsdp x 4"])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*zip(PLACES, itertools.cycle(["fsdp x 4", "explicit fsdp x 4"]), strict=False)]
+)
 def test_tokens_travel_by_all_to_alls_of_the_stated_size_and_experts_stay(texts, mesh, name):
     """Four a layer, there and back, forward and backward, where nothing is rematerialised."""
     strategy, shape = MESHES[mesh]

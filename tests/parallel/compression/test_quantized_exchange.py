@@ -1,6 +1,7 @@
 """Parameters gathered and gradients reduced as bytes of block formats, on eight devices."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -63,10 +64,8 @@ def merge(rows, shape, dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    "axes",
-    [pytest.param(("fsdp",), id="fsdp", marks=pytest.mark.slow), pytest.param(("replica", "fsdp"), id="replica+fsdp")],
+    ("format", "axes"), [*zip(EXACT, itertools.cycle([("fsdp",), ("replica", "fsdp")]), strict=False)]
 )
 def test_gathered_parameters_are_the_cast_to_the_bit(format, axes):
     mesh = meshes.make_mesh(MESHES["replica2-fsdp4"])

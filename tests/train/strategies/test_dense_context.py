@@ -64,10 +64,6 @@ ALL, FOUR = MeshShape(fsdp=2, context=2, tensor=2), MeshShape(fsdp=1, context=4)
         (FOUR, "explicit", "all_gather", 30, None),
         (ALL, "implicit", "all_gather", 32, None),
         (FOUR, "implicit", "ring", 30, None),
-        (ALL, "implicit", "ring", 32, 2),
-        (ALL, "explicit", "all_gather", 32, None),
-        (FOUR, "implicit", "all_gather", 32, None),
-        (FOUR, "explicit", "ring", 32, None),
     ],
 )
 def test_cut_sequences_change_nothing_but_the_order_of_sums(
