@@ -19,7 +19,6 @@ pytestmark = [
 ]
 
 CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
-EIGHT = ["v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"]
 LARGE = 2**24 + 8  # rows; times 128 columns is beyond 2^31
 REPLICATED = P()
 IDS, BAGS, TOUCHED = 2**13, 2**10, 2**12
@@ -130,7 +129,7 @@ def test_a_tpu_addresses_more_than_2_31_elements(what):
     _assert_in_place(_compile(_tpus("v5e:2x2", 1), program), program, LARGE * 128 * 4)
 
 
-@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize("name", ["v5e:2x4", "tpu7x:2x2x1"])
 def test_a_step_with_kernels_forced_compiles_on_eight_tpus(name):
     mesh, rows = _tpus(name, 8), 2**20
     program = _step_on_shards(mesh, "pallas_tpu", rows)

@@ -70,7 +70,7 @@ def test_lookups_keep_no_decoded_row(chip, format, dim, weighted):
     assert f"s32[{IDS},128]" not in text
 
 
-@pytest.mark.parametrize(("format", "chip"), [("kmeans4", CHIPS[0]), *(("int4", chip) for chip in CHIPS)])
+@pytest.mark.parametrize(("format", "chip"), [("kmeans4", CHIPS[0]), *(("int4", chip) for chip in CHIPS[::3])])
 def test_laying_a_table_out_takes_memory_of_the_order_of_the_table(chip, format):
     mesh = one_chip(chip)
     compiled = cuda_topology.compile_for(mesh, block_quant.pack_lanes, *on(mesh, (table(format, 72),)))

@@ -111,8 +111,9 @@ def test_a_tpu_addresses_features_of_more_than_2_31_elements():
 
 
 @cuda_topology.needs_cuda_compiler
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
-@pytest.mark.parametrize("strategy", ["bucket", "fastrand"])
+@pytest.mark.parametrize(
+    ("dtype", "strategy"), [(jnp.float32, "bucket"), (jnp.bfloat16, "fastrand"), (jnp.int8, "fastrand")]
+)
 def test_sampling_compiles_into_the_sum_for_hopper(dtype, strategy):
     weighted = dtype == jnp.bfloat16
     options = {"reduce": "sum", "rescale": "degree"} if weighted else {"self_loop_bias": 1.0}
@@ -123,8 +124,9 @@ def test_sampling_compiles_into_the_sum_for_hopper(dtype, strategy):
 
 
 @cuda_topology.needs_cuda_compiler
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8])
-@pytest.mark.parametrize("features", [41, 602])
+@pytest.mark.parametrize(
+    ("dtype", "features"), [(jnp.float32, 41), (jnp.bfloat16, 602), (jnp.float16, 41), (jnp.int8, 602)]
+)
 def test_sums_of_picked_edges_compile_for_hopper(dtype, features):
     _compile(cuda_topology.mesh(1), _sampled("pallas_gpu"), _ell(True), _features(dtype, features=features))
 

@@ -43,10 +43,11 @@ def test_every_bfloat16_as_the_largest_of_a_block_gives_the_codes_of_numerics(na
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        *(("mxfp4_e2m1", rule) for rule in format_cases.rules(FORMATS["mxfp4_e2m1"]) if rule != "floor"),
         ("mxfp8_e4m3", "rceil"),
         ("mxint8", "ceil"),
         ("bdr_mx6", "even"),
+        ("mxfp4_e2m1", "even_fbgemm"),
+        ("mxfp8_e5m2", "qwix"),
     ],
 )
 def test_and_under_another_rule(name, rule):

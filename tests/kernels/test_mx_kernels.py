@@ -140,9 +140,16 @@ FITTING = ("bdr_mx6", "bdr_mx4", "mxfp4_e2m1")
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        pytest.param(name, backend, marks=() if (name, backend) == ("bdr_mx6", "xla") else pytest.mark.slow)
-        for name in (*FITTING, "bdr_mx9", "mxfp8_e4m3", "mxfp6_e3m2", "mxint8")
-        for backend in (*BACKENDS, "xla", "reference")
+        ("bdr_mx6", "xla"),
+        *(
+            pytest.param(name, backend, marks=pytest.mark.slow)
+            for backend, names in {
+                "pallas_gpu": ("bdr_mx6", "mxfp4_e2m1", "mxfp8_e4m3"),
+                "pallas_tpu": ("bdr_mx4", "bdr_mx9", "mxint8"),
+                "reference": ("bdr_mx6", "mxfp6_e3m2"),
+            }.items()
+            for name in names
+        ),
     ],
 )
 def test_a_product_is_the_rational_one_up_to_its_sums_in_float32(name, backend):
@@ -207,8 +214,10 @@ def test_codes_that_are_no_numbers_are_decoded_as_what_they_are(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
-@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "bdr_mx9"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [*((b, "mxfp8_e5m2") for b in (*BACKENDS, "xla")), ("pallas_gpu", "mxfp8_e4m3"), ("pallas_tpu", "bdr_mx9")],
+)
 def test_products_meet_codes_and_scales_that_are_no_numbers(backend, name):
     how = {"implementation": backend} | ({} if backend == "xla" else {"interpret": True})
     weights = mx.quantize_blocks(jnp.ones((32, 4)), name, axis=0, implementation="xla")

@@ -286,7 +286,7 @@ def test_classes_in_another_order_give_masks_in_another_order(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", ["prototype", "mean", "two encoders", "masks", "early"])
 def test_a_template_that_is_read_once_serves_all_pictures(name):
     model = built(dataclasses.replace(SMALL, **CHANGES[name]))
     (x, _), (y, masks) = pictures(3, 0), pictures(1, 1)
@@ -410,7 +410,7 @@ def learnt(config, devices, strategy):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("comparison", "form"),
-    [("attention", "implicit"), ("attention", "explicit"), ("concatenation", "ddp"), ("early", "explicit")],
+    [("attention", "explicit"), ("concatenation", "ddp"), ("early", "implicit")],
 )
 def test_eight_devices_learn_what_one_does(comparison, form):
     config = dataclasses.replace(SMALL, comparison=comparison, unet=dataclasses.replace(UNET, norm="batch"))

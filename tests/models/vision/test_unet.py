@@ -185,7 +185,7 @@ ON_DEVICES = {
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("two levels", "ddp"), ("batch", "implicit"), ("batch", "explicit"), ("instance", "explicit")],
+    [("two levels", "ddp"), ("batch", "implicit"), ("instance", "explicit")],
 )
 def test_eight_devices_learn_what_one_does(name, form):
     config = ON_DEVICES[name]

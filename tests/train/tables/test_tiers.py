@@ -113,8 +113,8 @@ def test_a_table_in_a_store_of_files_has_the_bits_of_one_on_the_devices(rows, tm
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((), (ITEMS,)), ((ITEMS,), ()), pytest.param((ITEMS,), (ITEMS,), marks=pytest.mark.slow)],
-    ids=["then tiers", "then none", "tiers"],
+    [((), (ITEMS,)), ((ITEMS,), ())],
+    ids=["then tiers", "then none"],
 )
 def test_a_stopped_run_goes_on_to_the_same_bits_with_and_without_tiers(rows, tmp_path, before, after):
     flat = train(rows, tmp_path / "flat", placement__mesh=ONE)

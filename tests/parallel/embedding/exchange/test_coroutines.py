@@ -176,7 +176,6 @@ def test_statistics_of_columns_of_all_stacks_travel_together_too():
     ("route", "pipeline"),
     [
         ("flat", "none"),
-        ("flat", "ids"),
         ("flat", "stale"),
         ("two_level", "none"),
     ],

@@ -68,7 +68,7 @@ def test_a_sharded_deduplicated_step_is_the_plain_step_of_one_device(devices: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
+@pytest.mark.parametrize("factor", [1, 4])
 def test_bytes_that_the_compiled_step_moves_fall_by_the_factor(factor: int) -> None:
     devices, per_device, ids = 8, 64, 32
     on = collection(devices, tables=TABLES[:1], exchange=Exchange(capacity_factor=1.0))
