@@ -41,7 +41,6 @@ def built(name: str, attention: Any, strategy: Fsdp, shape: MeshShape, model: Ll
     ("name", "attention", "form"),
     [
         ("v5p:2x2x2", "splash", "explicit"),
-        ("v5p:2x2x2", "pallas_tpu", "explicit"),
         ("v5e:2x4", "pallas_tpu", "implicit"),
         ("v6e:2x4", "splash", "implicit"),
     ],

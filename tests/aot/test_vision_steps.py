@@ -53,7 +53,9 @@ def test_a_unet_of_512_pixels_fits():
     pictures = 16
     schema = dataclasses.replace(segmentation_cases.SCHEMA, height=512, width=512)
     data = segmentation_cases.Drawn(batch_size=pictures, schema_=schema)
-    experiment = segmentation_cases.experiment(UNetConfig(widths=(32, 64, 128)), data=data, precision=Precision(compute="bfloat16"))
+    experiment = segmentation_cases.experiment(
+        UNetConfig(widths=(32, 64, 128)), data=data, precision=Precision(compute="bfloat16")
+    )
     found = plan(experiment, CHIPS)
     assert found.memory.fits
     # The gradient of the pictures themselves is not asked for: one of the stem's three products is missing.

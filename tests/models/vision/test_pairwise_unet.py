@@ -258,7 +258,7 @@ CHANGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", ["prototype", "dense", "early"])
 def test_classes_in_another_order_give_masks_in_another_order(name):
     config = dataclasses.replace(SMALL, **CHANGES[name])
     schema = dataclasses.replace(SCHEMA, classes=("background", "one", "two", "three"))

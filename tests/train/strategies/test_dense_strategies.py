@@ -100,17 +100,10 @@ def test_equals_one_device(texts, on_one_device, strategy, mesh, optimizer, part
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [
-        MeshShape(fsdp=1, context=2, tensor=2, stage=2),
-        MeshShape(fsdp=2, context=2, tensor=2),
-    ],
-    ids=str,
-)
-def test_ten_steps_in_float32_have_the_losses_of_one_device(texts, shape):
+def test_ten_steps_in_float32_have_the_losses_of_one_device(texts):
     # In float32 parameters drift apart by rounding; losses say whether it is the same run.
     want, _ = trained(texts, MeshShape(), 1, steps=10, params="float32")
+    shape = MeshShape(fsdp=1, context=2, tensor=2, stage=2)
     got, _ = trained(texts, shape, 8, steps=10, params="float32")
     assert want[-1] < want[0] - 0.1
     np.testing.assert_allclose(got, want, rtol=1e-5)
