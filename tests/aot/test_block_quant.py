@@ -16,16 +16,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 
-CHIPS = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x1", "v6e:2x2")), "v5e:2x2", "tpu7x:2x2x1"]
-
 
 def place(chip):
     mesh, _ = topology.make_mesh(topology.parse(chip), meshes.MeshShape())
     sharding = SingleDeviceSharding(mesh.devices.flat[0])
     return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-FORMATS = ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8_half", "int2")), "int4"]
 
 
 def table(on, format, count=4096, dim=128) -> QuantizedRows:
@@ -35,8 +30,13 @@ def table(on, format, count=4096, dim=128) -> QuantizedRows:
     return QuantizedRows(codes=codes, scales=on((count,), kind), biases=on((count,), kind), format=format, dim=dim)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    ("chip", "format"),
+    [
+        *(("v5e:2x2", format) for format in ("int8", "int8_half", "int4", "int2")),
+        *((chip, "int4") for chip in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
+    ],
+)
 def test_rows(chip, format):
     on = place(chip)
     rows = table(on, format)
@@ -46,7 +46,7 @@ def test_rows(chip, format):
     assert bag.memory_analysis().temp_size_in_bytes < 2 * 2048 * 128 * 4 + 2**20
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", ["v5e:2x2", "tpu7x:2x2x1"])
 def test_products_of_integers(chip):
     on = place(chip)
     weight = dense.Int8Weight(
@@ -57,9 +57,9 @@ def test_products_of_integers(chip):
 
 
 @cuda_topology.needs_cuda_compiler
-@pytest.mark.parametrize("weighted", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dim", [128, pytest.param(37, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("format", ["int8", "int8_half", "int4", "int2"])
+@pytest.mark.parametrize("dim", [128, 37])
 def test_the_kernel_of_lookups_for_hopper(dim, format, weighted):
     mesh = cuda_topology.mesh(1)
 

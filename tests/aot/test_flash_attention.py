@@ -20,7 +20,6 @@ pytestmark = [
 ]
 
 CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
-EIGHT = ["v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"]
 
 INT = jnp.int32
 FORMS = {
@@ -78,7 +77,9 @@ def compile_whole(mesh, run, shapes):
 
 # Each form for one chip, and one with blocks of full size for every chip: Mosaic takes seconds for each.
 EVERYWHERE = "offset by row, documents, window"
-COVERED = [(form, name) for n, form in enumerate(FORMS) for name in (CHIPS if form == EVERYWHERE else [CHIPS[n % 4]])]
+COVERED = [
+    (form, name) for n, form in enumerate(FORMS) for name in (CHIPS[::3] if form == EVERYWHERE else [CHIPS[n % 4]])
+]
 
 
 @pytest.mark.parametrize(("form", "name"), COVERED)
@@ -146,7 +147,7 @@ def _lines_of_kernels(mesh, implementation, mark):
     return [line for line in lines if "custom-call(" in line and mark in line]
 
 
-@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize("name", ["v5e:2x4", "tpu7x:2x2x1"])
 def test_a_layer_with_kernels_forced_compiles_on_eight_tpus(name):
     lines = _lines_of_kernels(tpus(name, 8), "pallas_tpu", "tpu_custom_call")
     assert len(lines) == 3

@@ -77,9 +77,9 @@ def test_products_of_bfloat16_are_not_counted_for_float8(counted, triton):
 
 
 @pytest.mark.parametrize(
-    "chip", [*(pytest.param(c, marks=pytest.mark.slow) for c in ("v5p:2x2x1", "v6e:2x2")), "v5e:2x2", "tpu7x:2x2x1"]
+    ("chip", "name"),
+    [("v5e:2x2", "bdr_mx9"), *((chip, "native") for chip in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"))],
 )
-@pytest.mark.parametrize("name", ["bdr_mx9", "native"])
 def test_tpus_compile_them(chip, name):
     mesh, _ = topology.make_mesh(topology.parse(chip), meshes.MeshShape())
     emulated = QuantizationRule(weight_qtype=name, act_qtype=name, bwd_qtype=name) if name != "native" else None

@@ -17,7 +17,7 @@ CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 IDS = 4096
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", CHIPS[::3])
 def test_a_sharded_map_compiles_without_collectives_and_without_a_copy(name):
     mesh, _ = topology.make_mesh(topology.parse(name))
     axes = tuple(mesh.axis_names)

@@ -43,10 +43,9 @@ def table(format, dim):
     return QuantizedRows(codes=codes, scales=scales, biases=scales, format=format, dim=dim)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
-    ("format", "dim", "weighted"),
-    [*LOOKUPS[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in LOOKUPS[1:] + MORE)],
+    ("format", "dim", "weighted", "chip"),
+    [*((*case, CHIPS[0]) for case in LOOKUPS + MORE), *((*LOOKUPS[0], chip) for chip in CHIPS[1:])],
 )
 def test_lookups_keep_no_decoded_row(chip, format, dim, weighted):
     mesh = one_chip(chip)
@@ -71,8 +70,7 @@ def test_lookups_keep_no_decoded_row(chip, format, dim, weighted):
     assert f"s32[{IDS},128]" not in text
 
 
-@pytest.mark.parametrize("chip", [CHIPS[0], *(pytest.param(chip, marks=pytest.mark.slow) for chip in CHIPS[1:])])
-@pytest.mark.parametrize("format", ["int4", pytest.param("kmeans4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("format", "chip"), [("kmeans4", CHIPS[0]), *(("int4", chip) for chip in CHIPS[::3])])
 def test_laying_a_table_out_takes_memory_of_the_order_of_the_table(chip, format):
     mesh = one_chip(chip)
     compiled = cuda_topology.compile_for(mesh, block_quant.pack_lanes, *on(mesh, (table(format, 72),)))

@@ -41,10 +41,8 @@ def built(name: str, attention: Any, strategy: Fsdp, shape: MeshShape, model: Ll
     ("name", "attention", "form"),
     [
         ("v5p:2x2x2", "splash", "explicit"),
-        pytest.param("v6e:2x4", "pallas_tpu", "implicit", marks=pytest.mark.slow),
-        pytest.param("v5p:2x2x2", "pallas_tpu", "explicit", marks=pytest.mark.slow),
-        pytest.param("v5e:2x4", "pallas_tpu", "implicit", marks=pytest.mark.slow),
-        pytest.param("v6e:2x4", "splash", "implicit", marks=pytest.mark.slow),
+        ("v5e:2x4", "pallas_tpu", "implicit"),
+        ("v6e:2x4", "splash", "implicit"),
     ],
 )
 def test_compiles_with_kernels_on_fsdp_and_tensor(name, attention, form):

@@ -24,6 +24,7 @@ OUTSIDE = (2 * residual_stack.V * DIM + DIM) * NUMBER
 MATRIX = DIM * HIDDEN * NUMBER
 
 CHIPS = pytest.mark.parametrize("chip", ["v5p:2x2x2", "v6e:2x4"])
+IN_TURN = pytest.mark.parametrize(("chip", "form"), [("v5p:2x2x2", "implicit"), ("v6e:2x4", "explicit")])
 
 
 def lowered(chip, strategy, axes="fsdp=8", rules=None):
@@ -51,8 +52,7 @@ def test_buckets_are_put_together_unless_an_option_forbids_it(chip):
     assert apart == stated
 
 
-@CHIPS
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
+@IN_TURN
 def test_a_layer_is_gathered_twice_and_its_gradient_is_summed_once(chip, form):
     program, mesh = lowered(chip, Fsdp(form=form, param_dtype="bfloat16"))
     found = explain_sharding(program.compile(), mesh)
@@ -73,8 +73,7 @@ def test_a_whole_gradient_is_summed_across_replicas_only_in_shards(chip):
     assert across <= 1.1 * (INSIDE + OUTSIDE) // 4
 
 
-@CHIPS
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
+@IN_TURN
 def test_composes_with_tensor_parallelism(chip, form):
     rules = Rules(axes=(("hidden", ("tensor",)),))
     program, mesh = lowered(chip, Fsdp(form=form, param_dtype="bfloat16"), "fsdp=4,tensor=2", rules)

@@ -16,7 +16,8 @@ from scalejax.train.experiment import Precision
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow, pytest.mark.timeout(1500)]  # minutes of compilation each
 
-CHIPS = ["v5e:2x2", "v5p:2x2x2"]
+CHIPS = "v5e:2x2"
+"""Of the least memory."""
 
 
 class ImageNet:
@@ -36,10 +37,9 @@ class ImageNet:
         )
 
 
-@pytest.mark.parametrize("chips", CHIPS)
-def test_resnet_50_at_224_pixels_fits(chips):
+def test_resnet_50_at_224_pixels_fits():
     experiment = changed(configs.load("resnet-fashion", []), model=resnet.SIZES["resnet50"], data=ImageNet())
-    found = plan(experiment, chips)
+    found = plan(experiment, CHIPS)
     assert found.memory.fits
     # 4.09 billion multiply-adds a picture forward; the gradient of the pixels is taken by nobody.
     forward, first = 4.089e9, 7 * 7 * 3 * 64 * 112 * 112
@@ -49,13 +49,14 @@ def test_resnet_50_at_224_pixels_fits(chips):
     assert {c.axis for c in found.collectives} == {"fsdp"}
 
 
-@pytest.mark.parametrize("chips", CHIPS)
-def test_a_unet_of_512_pixels_fits(chips):
+def test_a_unet_of_512_pixels_fits():
     pictures = 16
     schema = dataclasses.replace(segmentation_cases.SCHEMA, height=512, width=512)
     data = segmentation_cases.Drawn(batch_size=pictures, schema_=schema)
-    experiment = segmentation_cases.experiment(UNetConfig(), data=data, precision=Precision(compute="bfloat16"))
-    found = plan(experiment, chips)
+    experiment = segmentation_cases.experiment(
+        UNetConfig(widths=(32, 64, 128)), data=data, precision=Precision(compute="bfloat16")
+    )
+    found = plan(experiment, CHIPS)
     assert found.memory.fits
     # The gradient of the pictures themselves is not asked for: one of the stem's three products is missing.
     stem = 2 * pictures * 512**2 * 9 * 32

@@ -44,7 +44,6 @@ def test_parameters_and_gradients_travel_as_bytes():
     ("forward", "backward", "row_bytes", "gradient_bytes"),
     [
         # Scaled types have a scale in float32 beside each vector.
-        ("bfloat16", "float16", 2 * 64, 2 * 64),
         ("int8", "float8_e5m2", 64 + 4, 64 + 4),
         ("bdr_mx6", "mxfp8_e4m3", codec.encoded_bytes(64, "bdr_mx6"), codec.encoded_bytes(64, "mxfp8_e4m3")),
     ],

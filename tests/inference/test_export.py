@@ -1,6 +1,7 @@
 """Folders of language models that jax and numpy alone can score with: equal logits, any number of texts, refusals."""
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -47,8 +48,7 @@ def wanted(config, ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("logits", ["last", "all"])
+@pytest.mark.parametrize(("name", "logits"), [*zip(CONFIGS, itertools.cycle(["last", "all"]), strict=False)])
 def test_logits_are_those_of_the_model(tmp_path, name, logits):
     config = CONFIGS[name]
     made = engine(tmp_path, config)

@@ -1,12 +1,14 @@
 """Grouped products equal one product a group in NumPy, with gradients, whatever the groups; Pallas is interpreted."""
 
 import functools
+import itertools
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels.grouped_matmul import grouped_gated_mlp, grouped_matmul, tiles
@@ -124,9 +126,9 @@ def programs(implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("sizes", UNEVEN)
+@pytest.mark.parametrize(
+    ("sizes", "implementation", "dtype"), covering([*itertools.product(UNEVEN, KERNELS, ("float32", "bfloat16"))])
+)
 def test_kernels_equal_the_loop_whatever_the_groups(small_tiles, sizes, implementation, dtype):
     *operands, sizes, g = mlp_case(UNEVEN[sizes], dtype, rows=52, inner=200, outer=140)
     operands = [(a / 14).astype(dtype) for a in operands]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax.errors import UnsupportedError
@@ -87,10 +88,17 @@ def test_gathered_pages_are_dense_attention(implementation, window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("heads", "page"), [("gqa", 16), ("mha", 64), ("mqa", 64)])
-@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(
+    ("implementation", "heads", "page", "dtype", "window"),
+    covering(
+        [
+            (implementation, heads, 16 if heads == "gqa" else 64, dtype, window)
+            for implementation, heads, dtype, window in itertools.product(
+                KERNELS, HEADS, (jnp.float32, jnp.bfloat16), (None, 20)
+            )
+        ]
+    ),
+)
 def test_kernels_are_dense_attention(implementation, heads, page, dtype, window):
     width = 64 if implementation == "pallas_gpu" and heads == "mha" else 128
     arrays, dense, _ = problem(HEADS[heads], width, page, dtype)
@@ -108,9 +116,10 @@ def heads_first(arrays):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("stored", [None, "int8", "float8"])
-@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+@pytest.mark.parametrize(
+    ("implementation", "stored", "turned"),
+    covering([*itertools.product(("xla", *KERNELS), (None, "int8", "float8"), (False, True))]),
+)
 def test_pages_with_heads_first_and_in_8_bits(implementation, stored, turned):
     """Dense attention of what the stored numbers stand for. Float8 has no scales where one is left to others."""
     arrays, dense, used = problem(page=32)

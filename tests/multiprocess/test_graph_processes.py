@@ -19,7 +19,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["gcn-smoke", "graphsage-smoke", pytest.param("gat-smoke", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["graphsage-smoke", "gat-smoke"])
 def test_two_processes_record_what_one_does(recipe, tmp_path):
     steps = ["--set", "steps=8", "--set", "checkpoints.every=4", *RUNS[recipe]]
     one, two = tmp_path / "one", tmp_path / "two"

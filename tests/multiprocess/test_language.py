@@ -1,4 +1,4 @@
-"""A language model as 2 and 4 processes equals 1 process of 1 device, under every way of dividing it."""
+"""A language model as 2 processes of 2 devices equals 1 process of 1 device, under every way of dividing it."""
 
 import pathlib
 
@@ -12,12 +12,11 @@ pytestmark = pytest.mark.multiprocess
 WORKER = pathlib.Path(__file__).with_name("language_worker.py")
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_losses_and_parameters_agree_in_float64(tmp_path, monkeypatch, processes, devices):
+def test_losses_and_parameters_agree_in_float64(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     texts = small_language_run.write(tmp_path / "texts")
     results = {}
-    for shape in ((1, 1), (processes, devices)):
+    for shape in ((1, 1), (2, 2)):
         out = tmp_path / "{}x{}.npz".format(*shape)
         run_workers(WORKER, *shape, [str(texts), str(out)], timeout_s=400)
         with np.load(out) as arrays:

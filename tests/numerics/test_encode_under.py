@@ -10,7 +10,7 @@ from scalejax.numerics import bits, blocks, formats
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bdr_mx9", "mxfp6_e3m2", "mxint8", "nvfp4", "int4:32", "fp8_e4m3:16", "vsq4:32"])
+@pytest.mark.parametrize("name", ["bdr_mx9", "nvfp4", "fp8_e4m3:16", "vsq4:32"])
 def test_codes_under_their_own_scales_are_the_same(name):
     format = formats.find(name)
     x = np.random.default_rng(0).standard_normal((16, format.k1)).astype(np.float32)

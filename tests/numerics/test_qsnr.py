@@ -20,7 +20,10 @@ def vectors(count=10_000):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule"), QSNR_TABLE)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [case for case in QSNR_TABLE if case[1] in (None, "floor") or case[0] in ("mxfp8_e4m3", "mxfp4_e2m1")],
+)
 def test_the_table_is_reproduced(name, rule):
     assert abs(qsnr.study(name, vectors(), scale_rule=rule).overall - QSNR_TABLE[name, rule]) < 0.05
 

@@ -18,11 +18,10 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 OCP = [name for name in FORMATS if name.startswith(("mxfp", "mxint"))]
 EXPONENTS = [name for name, format in FORMATS.items() if format.scale == "exponent"]
-PRODUCT = [
-    (name, rule, rounding)
-    for name, format in FORMATS.items()
-    for rule in format_cases.rules(format)
-    for rounding in format_cases.ROUNDINGS
+EVERY_RULE = [
+    (name, rule, format_cases.ROUNDINGS[(i + j) % 4])
+    for i, (name, format) in enumerate(FORMATS.items())
+    for j, rule in enumerate(format_cases.rules(format))
 ]
 
 
@@ -73,7 +72,7 @@ def test_codes_scales_and_values_are_those_of_the_oracle(name, rule, rounding):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule", "rounding"), PRODUCT)
+@pytest.mark.parametrize(("name", "rule", "rounding"), EVERY_RULE)
 def test_every_bfloat16_as_the_largest_of_a_block(name, rule, rounding):
     format = format_cases.small(name)
     x = format_cases.blocks(format_cases.all_bfloat16(), format, rule, seed=11)

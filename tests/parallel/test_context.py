@@ -92,11 +92,8 @@ SLOW = pytest.mark.slow  # to compile
 @pytest.mark.parametrize(
     ("ranks", "method"),
     [
-        pytest.param(1, "all_gather", marks=SLOW),
         (1, "ring"),
         (2, "all_gather"),
-        pytest.param(2, "ring", marks=SLOW),
-        pytest.param(4, "all_gather", marks=SLOW),
         (4, "ring"),
         pytest.param(8, "all_gather", marks=SLOW),
         pytest.param(8, "ring", marks=SLOW),

@@ -59,12 +59,10 @@ def paths_in(tree):
 @pytest.mark.parametrize(
     "strategy",
     [
-        Fsdp(form="explicit"),
-        pytest.param(Fsdp(), marks=pytest.mark.slow),
-        pytest.param(Fsdp(form="explicit", accumulate="local", sharding="SHARD_GRAD_OP"), marks=pytest.mark.slow),
-        pytest.param(Ddp(bucket_bytes=4096), marks=pytest.mark.slow),
+        Fsdp(form="explicit", accumulate="local", sharding="SHARD_GRAD_OP"),
+        Ddp(bucket_bytes=4096),
     ],
-    ids=["explicit", "implicit", "local", "ddp"],
+    ids=["local", "ddp"],
 )
 def test_frozen_parameters_keep_their_bits_and_the_others_move_as_if_all_were_trained(texts, x64, strategy):
     found = {}
@@ -195,9 +193,8 @@ def test_averages_that_are_not_there_are_refused(texts, changes, message):
     [
         Fsdp(form="explicit", param_dtype="float16"),
         pytest.param(Fsdp(param_dtype="float16"), marks=pytest.mark.slow),
-        pytest.param(Ddp(bucket_bytes=4096, param_dtype="float16"), marks=pytest.mark.slow),
     ],
-    ids=["explicit", "implicit", "ddp"],
+    ids=["explicit", "implicit"],
 )
 def test_a_skipped_step_changes_neither_parameters_nor_averages_nor_the_optimizer(texts, strategy):
     run = small.bind(

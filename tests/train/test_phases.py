@@ -202,7 +202,7 @@ def test_a_surgery_keeps_the_function_and_the_run_goes_on(user, whole):
 
 
 @pytest.mark.default_cases("step 16")
-@pytest.mark.parametrize("step", [5, 9, 11, 16, 18], ids="step {}".format)
+@pytest.mark.parametrize("step", [5, 9, 16], ids="step {}".format)
 def test_a_run_that_is_killed_in_any_phase_goes_on_to_the_same_bits(step, user, whole, tmp_path):
     summary = killed_run.train(grown(user), tmp_path, at=step)
     assert summary["test_accuracy"] == whole[1]["test_accuracy"]

@@ -45,10 +45,8 @@ def _run(experiment, devices, steps=STEPS):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", [MeshShape(fsdp=4, tensor=2), pytest.param(MeshShape(), marks=pytest.mark.slow)], ids=str
-)
-def test_eight_devices_equal_one_in_float64(experiment, x64, mesh):
+def test_eight_devices_equal_one_in_float64(experiment, x64):
+    mesh = MeshShape(fsdp=4, tensor=2)
     experiment = changed(experiment, **FLOAT64)
     losses, state = _run(experiment, 1)
     other_losses, other = _run(changed(experiment, placement__mesh=mesh, strategy=Fsdp()), 8)

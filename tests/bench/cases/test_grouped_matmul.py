@@ -1,5 +1,7 @@
 """The benchmark of grouped products: equal outputs are checked, groups have the rows that are said."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,7 @@ SMALL = Size(1024, 8, 12, 4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize(("peer", "case"), [*zip(itertools.cycle(PEERS), CASES, strict=False)])
 def test_both_sides_are_compared_timed_and_rated(peer, case):
     contest = grouped_matmul.contest(case, peer, SMALL)
     contest.check()

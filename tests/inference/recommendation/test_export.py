@@ -107,10 +107,9 @@ def test_it_loads_where_neither_scalejax_nor_flax_can_be_imported(written, tmp_p
     [
         ("dlrm", "int8", "int8"),
         ("wukong", "int4", "float16"),
-        ("dlrm", "kmeans4", "float32"),
         ("dlrm", "kmeans4_shared", "float32"),
-        pytest.param("dcnv2", "float16", "float32", marks=pytest.mark.slow),
-        pytest.param("logistic", "int2", "float16", marks=pytest.mark.slow),
+        ("dcnv2", "float16", "float32"),
+        ("logistic", "int2", "float16"),
     ],
 )
 def test_other_models_and_precisions(name, tables, dense, tmp_path):

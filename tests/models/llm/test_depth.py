@@ -102,7 +102,7 @@ def literal(module, x, segments, positions):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize("capacity", [0.01, 0.6])
 def test_a_layer_is_the_block_on_its_best_tokens_at_their_own_positions(rows, capacity):
     module = pair(MixtureOfDepths(capacity=capacity))
     y, _ = first_layer(module, rows)
@@ -191,9 +191,8 @@ def texts_and_images(x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MLPS)
-def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(texts_and_images, name):
-    made, (tokens, positions, segments) = model(AUXILIARY, MLPS[name]), texts_and_images
+def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(texts_and_images):
+    made, (tokens, positions, segments) = model(AUXILIARY, MLPS["dense"]), texts_and_images
     other = tokens.at[:, 9].set((tokens[:, 9] + 45) % 90)
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -208,7 +207,7 @@ def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MLPS)
+@pytest.mark.parametrize("name", ["dense", "by modality"])
 def test_a_cache_gives_the_logits_of_the_whole_row(texts_and_images, name):
     """Each layer has its own visibility: what a token finds there are the tokens that this layer took."""
     made, (tokens, positions, segments) = model(AUXILIARY, MLPS[name]), texts_and_images
@@ -325,7 +324,7 @@ def trained(texts, depth, shape, strategy=EXPLICIT, mlp=MLPS["top-k"]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), [("dense", "explicit fsdp"), *(("top-k", mesh) for mesh in MESHES)])
+@pytest.mark.parametrize(("name", "mesh"), [("dense", "fsdp"), *(("top-k", mesh) for mesh in MESHES if mesh != "fsdp")])
 def test_devices_change_nothing_but_the_order_of_sums(texts, name, mesh):
     strategy, shape = MESHES[mesh]
     with jax.enable_x64(True):

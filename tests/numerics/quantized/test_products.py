@@ -245,9 +245,8 @@ NATIVE = [((64, 48), (48, 32), MATRICES), *DIMENSIONS[:3]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scales", [pytest.param("rows", marks=pytest.mark.slow), "tensor"])
 @pytest.mark.parametrize(
-    ("left", "right", "dimensions"), [NATIVE[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in NATIVE[1:])]
+    ("left", "right", "dimensions", "scales"), [(*case, ("tensor", "rows")[n % 2]) for n, case in enumerate(NATIVE)]
 )
 def test_native_products_are_those_of_the_emulated_format(left, right, dimensions, scales):
     """To a code of a few values, whose quotients lie within a float32 rounding of a tie."""

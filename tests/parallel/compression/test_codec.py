@@ -1,12 +1,14 @@
 """Arrays as bytes of block formats: what comes back, how many bytes, and what padding and NaN do."""
 
 import functools
+import itertools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 
 from scalejax.errors import UserError
 from scalejax.numerics.formats import find
@@ -53,10 +55,11 @@ def there_and_back(x, format, dtype=jnp.float32):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", MANY)
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "length", [pytest.param(1, marks=pytest.mark.slow), 23, pytest.param(64, marks=pytest.mark.slow), 1100]
+    ("format", "dtype", "length"),
+    covering(
+        [*itertools.product(WIRE_FORMATS, (jnp.float32, jnp.bfloat16), (1, 23, 64, 1100))], columns=[(0, 1), (1, 2)]
+    ),
 )
 def test_what_comes_back_is_the_cast_to_the_bit(format, dtype, length):
     x = jnp.asarray(numbers(3, length), dtype)
@@ -152,7 +155,7 @@ def mean_error(rounds, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", WIRE_FORMATS)
+@pytest.mark.parametrize("format", FEW)
 def test_stochastic_rounding_is_right_on_average_where_nothing_saturates_and_refused_elsewhere(format):
     x = np.float32([1.9999, -1.3, 0.9, -0.77, 0.31, 0.12, -0.05, 0.011])
     keys = jnp.stack([jnp.arange(4000, dtype=jnp.uint32), jnp.zeros(4000, jnp.uint32)], axis=1)

@@ -1,6 +1,7 @@
 """Parameters gathered and gradients reduced as bytes of block formats, on eight devices."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -63,10 +64,8 @@ def merge(rows, shape, dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    "axes",
-    [pytest.param(("fsdp",), id="fsdp", marks=pytest.mark.slow), pytest.param(("replica", "fsdp"), id="replica+fsdp")],
+    ("format", "axes"), [*zip(EXACT, itertools.cycle([("fsdp",), ("replica", "fsdp")]), strict=False)]
 )
 def test_gathered_parameters_are_the_cast_to_the_bit(format, axes):
     mesh = meshes.make_mesh(MESHES["replica2-fsdp4"])
@@ -194,8 +193,7 @@ def linear(params, batch, key, gather):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("accumulate", ["communicate", "local"])
+@pytest.mark.parametrize(("accumulate", "parts"), [("communicate", 1), ("communicate", 2), ("local", 2)])
 def test_a_step_exchanges_every_block_as_its_formats_say(parts, accumulate):
     mesh = meshes.make_mesh(MESHES["fsdp8"])
     described = {"table": (("a", "b"), (64, 16)), "layers/w": (("layers", "c", "a", "b"), (LAYERS, 8, 64, 16))}
@@ -289,10 +287,8 @@ def dtypes_of(program, kind):
     ("gather", "reduce", "gather_bytes", "reduce_bytes"),
     [
         ("mxfp8_e4m3", "bdr_mx9", 33 / 32, 1.125),
-        pytest.param("bdr_mx6", "bdr_mx4", 0.75, 0.5, marks=pytest.mark.slow),
-        pytest.param("mxfp6_e3m2", "mxfp4_e2m1", 25 / 32, 17 / 32, marks=pytest.mark.slow),
-        pytest.param("bdr_mx9", None, 1.125, 4, marks=pytest.mark.slow),
-        pytest.param(None, "mxfp8_e5m2", 4, 33 / 32, marks=pytest.mark.slow),
+        ("bdr_mx9", None, 1.125, 4),
+        (None, "mxfp4_e2m1", 4, 17 / 32),
     ],
 )
 def test_bytes_on_the_wire_are_those_of_the_format(gather, reduce, gather_bytes, reduce_bytes):

@@ -76,11 +76,8 @@ def test_lookup_equals_numpy(devices, weighted):
     ("optimizer", "weighted"),
     [
         pytest.param(Sgd(learning_rate=0.1, weight_decay=0.01), True, marks=pytest.mark.slow),
-        pytest.param(Adagrad(learning_rate=0.1), False, marks=pytest.mark.slow),
         (RowwiseAdagrad(learning_rate=0.1, weight_decay=0.01), True),
-        pytest.param(Sgd(learning_rate=0.1), False, marks=pytest.mark.slow),
-        pytest.param(Adagrad(learning_rate=0.1, weight_decay=0.01), True, marks=pytest.mark.slow),
-        pytest.param(RowwiseAdagrad(learning_rate=0.1), False, marks=pytest.mark.slow),
+        pytest.param(Adagrad(learning_rate=0.1), False, marks=pytest.mark.slow),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, bool) else f"weighted={value}",
 )

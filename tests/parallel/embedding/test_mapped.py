@@ -81,11 +81,6 @@ CASES = {
     "3, all": (3, None, ALL),
 }
 """Devices, plan, tables."""
-BY_DEFAULT = ("8, kinds",)
-
-
-def cases():
-    return [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in CASES]
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +211,7 @@ def trained(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", ["8, kinds", "3", "1", "8, kinds, all"])
 def test_lookups_and_tables_equal_the_model_beside_plain_tables_to_the_bit(name):
     seen, logical, models = expected()
     found, state = trained(name)
@@ -269,7 +264,7 @@ def test_expired_ids_leave_at_once_and_their_rows_are_fresh():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["3", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["3", "1"])
 def test_evaluation_changes_nothing_and_gives_unknown_ids_row_zero(name):
     each, (_, state) = on(name), trained(name)
     _, _, models = expected()

@@ -142,11 +142,7 @@ def equal(one, other):
     [
         (3, "row_wise"),
         (8, "table_wise"),
-        pytest.param(1, "row_wise", marks=pytest.mark.slow),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((8, "row_wise"), (3, "table_wise"), (3, "data_parallel"))
-        ),
+        (3, "data_parallel"),
     ],
 )
 def test_rows_stand_in_order_and_zeros_behind_them(devices, kind):
@@ -223,8 +219,8 @@ MAPPED = IdMapConfig(rows=1 + 24, ways=1, policy="lru")
 @pytest.mark.parametrize(
     ("devices", "accumulate"),
     [
-        (1, "ordered"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "exact"), (8, "exact"), (8, "ordered"))),
+        (3, "exact"),
+        (8, "ordered"),
     ],
 )
 def test_deduplicated_lists_give_the_same_rows_and_lengths_and_exact_sums(devices, accumulate):

@@ -34,10 +34,9 @@ PRODUCT = [
     for case in itertools.product(SHARDINGS, ("implicit", "explicit"), ("communicate", "local"), (1, 4), TRAINED)
     if case[1] == "explicit" or (case[0] != "DDP" and case[2] == "communicate")
 ]
-CHOSEN = covering(PRODUCT)
 in_every_way = pytest.mark.parametrize(
     ("sharding", "form", "accumulate", "parts", "trained"),
-    [case if case in CHOSEN else pytest.param(*case, marks=pytest.mark.slow) for case in PRODUCT],
+    covering(PRODUCT),
 )
 
 

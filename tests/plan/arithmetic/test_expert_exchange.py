@@ -24,7 +24,6 @@ CASES = {
         False,
     ),
     "global": (Experts(count=4, router=ExpertChoice(group="global"), execution="batched"), False),
-    "device": (Experts(count=4, router=ExpertChoice(), execution="batched"), False),
 }
 
 

@@ -65,7 +65,7 @@ def test_the_factor_is_cholesky_s_of_the_inverse():
 
 
 @pytest.mark.default_cases("mxfp4_e2m1-0")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize(
     "format",
     [

@@ -101,7 +101,7 @@ def test_a_stale_run_that_goes_on_from_a_checkpoint_equals_one_that_never_stoppe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", ["none", "ids", "stale"])
+@pytest.mark.parametrize("ahead", ["none", "stale"])
 def test_what_is_planned_is_what_a_run_calls(rows, ahead, tmp_path, monkeypatch):
     whole = experiment(rows, tables__pipeline=ahead, placement__mesh=MeshShape(fsdp=-1))
     called = {}

@@ -1,9 +1,11 @@
 """A checkpoint is saved before it is scored; its scores come afterwards, also where a run was killed in between."""
 
 import dataclasses
+import itertools
 
 import pytest
 import small_run
+from covering import covering
 
 from scalejax.train import loop
 from scalejax.train.checkpoints import manifest as manifests
@@ -61,9 +63,10 @@ def said(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", ["before the scores", "after the line", "after the scores"])
-@pytest.mark.parametrize("step", [2, 4, 8])
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    ("name", "step", "kill"),
+    covering([*itertools.product(EXPERIMENTS, (2, 4, 8), ("before the scores", "after the line", "after the scores"))]),
+)
 def test_an_evaluation_that_was_cut_off_is_made_again(rows, whole, tmp_path, monkeypatch, name, step, kill):
     evaluate, add_scores = Run.evaluate, Checkpointer.add_scores
 

@@ -341,9 +341,9 @@ def test_a_written_run_of_a_click_model_is_served(click, served, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [None, MeshShape(fsdp=8)], ids=["one", "eight"])
-def test_a_written_run_of_a_click_model_is_scored_and_begun_with(click, rows, mesh, tmp_path):
+def test_a_written_run_of_a_click_model_is_scored_and_begun_with(click, rows, tmp_path):
     """Its rows of full checkpoints and of deltas, and those of ids without bound; no state of an optimizer."""
+    mesh = MeshShape(fsdp=8)
     experiment = click_experiment(rows, placement__mesh=mesh)
     write_run(tmp_path / "run", open_run(click))
     before, after = (loop.evaluate(experiment, workdir=folder) for folder in (click, tmp_path / "run"))

@@ -5,6 +5,7 @@ exchanged; their gradients go to the update of the tables.
 """
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -63,16 +64,17 @@ WITH = {
 }
 CHANGES_NOTHING = ("host memory", "scaled")
 """Compared with one device without it."""
-DEFAULT = [
-    ("implicit FULL_SHARD", 1, "nothing"),
-    ("implicit HYBRID_SHARD", 2, "clip"),
-    ("explicit NO_SHARD", 2, "ids ahead"),
-    ("explicit FULL_SHARD", 1, "id maps"),
-    ("explicit HYBRID_SHARD", 2, "stale"),
-    ("ddp", 1, "frozen"),
-    ("explicit SHARD_GRAD_OP", 1, "host memory"),
-    ("explicit HYBRID_SHARD", 2, "scaled"),
-]
+CASES = covering(
+    [
+        (strategy, parts, extra, strategy.split()[0])
+        for strategy in reversed(STRATEGIES)  # HYBRID_SHARD, which cuts and copies, is taken before the others
+        if "local" not in strategy
+        for parts in (2, 1)
+        for extra in WITH
+    ],
+    columns=[(0, 1), (1, 2), (2, 3)],
+)
+"""What a run may have meets every form, whole and in parts."""
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +114,16 @@ def trained(experiment, mesh, devices, steps=4):
     return losses, jax.tree.map(np.asarray, stored)
 
 
-def compare(rows, strategy, parts, extra, **model):
-    experiment = double(rows, **WITH[extra], **model)
-    losses, state = trained(double(rows, **model) if extra in CHANGES_NOTHING else experiment, MeshShape(), 1)
-    own = changed(experiment, strategy=STRATEGIES[strategy], gradients__microbatch=8 // parts)
-    other, found = trained(own, MESH, 8)
+@functools.cache
+def on_one_device(rows, extra, model=None):
+    changes = {} if model is None else {"model": model}
+    return trained(double(rows, **({} if extra in CHANGES_NOTHING else WITH[extra]), **changes), MeshShape(), 1)
+
+
+def compare(rows, extra, mesh=MESH, model=None, **changes):
+    losses, state = on_one_device(rows, extra, model)
+    experiment = double(rows, **WITH[extra], **({} if model is None else {"model": model}))
+    other, found = trained(changed(experiment, **changes), mesh, 8)
     np.testing.assert_allclose(other, losses, rtol=1e-12)
     for part in ("params", "tables", *(["averages"] if "averages" in state else [])):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[part], state[part])
@@ -124,20 +131,16 @@ def compare(rows, strategy, parts, extra, **model):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("strategy", "parts", "extra"), DEFAULT)
+@pytest.mark.parametrize(
+    ("strategy", "parts", "extra"),
+    [*(case[:3] for case in CASES), ("local FULL_SHARD", 2, "clip"), ("ddp local", 2, "scaled")],
+)
 def test_equals_one_device(rows, strategy, parts, extra):
-    compare(rows, strategy, parts, extra)
+    compare(rows, extra, strategy=STRATEGIES[strategy], gradients__microbatch=8 // parts)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("extra", WITH)
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_equals_one_device_everywhere(rows, strategy, parts, extra):
-    compare(rows, strategy, parts, extra)
-
-
+CUT = ("implicit FULL_SHARD", "explicit FULL_SHARD", "explicit HYBRID_SHARD")
+"""Under which every parameter that divides is cut, and gathered in the backward pass again."""
 DHEN = DhenConfig(
     dim=4,
     layers=(
@@ -158,9 +161,9 @@ DHEN = DhenConfig(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("strategy", [f"{form} {s}" for form in ("implicit", "explicit") for s in SHARDINGS])
+@pytest.mark.parametrize("strategy", CUT)
 def test_dhen_of_any_sharding_beside_its_tables_equals_one_device(rows, strategy):
-    compare(rows, strategy, 1, "nothing", model=DHEN)
+    compare(rows, "nothing", model=DHEN, strategy=STRATEGIES[strategy])
 
 
 TOWERS = {
@@ -175,12 +178,7 @@ TOWERS = {
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("extra", ["nothing", "id maps", "dedup", "ids ahead", "stale", "deltas"])
 def test_an_exchange_in_two_levels_equals_one_device(rows, extra):
-    experiment = double(rows, **WITH[extra])
-    losses, state = trained(experiment, MeshShape(), 1)
-    other, found = trained(changed(experiment, **TOWERS), MESH, 8)
-    np.testing.assert_allclose(other, losses, rtol=1e-12)
-    for part in ("params", "tables"):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[part], state[part])
+    compare(rows, extra, **TOWERS)
 
 
 OVER_TOWERS = TowersConfig(
@@ -192,9 +190,9 @@ OVER_TOWERS = TowersConfig(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("strategy", [f"{form} {s}" for form in ("implicit", "explicit") for s in SHARDINGS])
+@pytest.mark.parametrize("strategy", CUT)
 def test_towers_of_any_sharding_beside_their_tables_equal_one_device(rows, strategy):
-    compare(rows, strategy, 1, "nothing", model=OVER_TOWERS)
+    compare(rows, "nothing", model=OVER_TOWERS, strategy=STRATEGIES[strategy])
 
 
 def gathers(rows, sharding):
@@ -227,20 +225,14 @@ def test_a_model_that_is_fetched_whole_gathers_again_where_gathered_copies_are_d
     ("mesh", "strategy"),
     [
         (MeshShape(fsdp=2, replica=2, context=2), "explicit FULL_SHARD"),
-        pytest.param(MeshShape(fsdp=4, context=2), "implicit HYBRID_SHARD", marks=pytest.mark.slow),
-        pytest.param(MeshShape(fsdp=4, context=2), "ddp", marks=pytest.mark.slow),
-        pytest.param(MeshShape(fsdp=4, stage=2), "implicit FULL_SHARD", marks=pytest.mark.slow),
-        pytest.param(MeshShape(fsdp=4, tensor=2), "explicit FULL_SHARD", marks=pytest.mark.slow),
+        (MeshShape(fsdp=4, context=2), "ddp"),
+        (MeshShape(fsdp=4, stage=2), "implicit FULL_SHARD"),
+        (MeshShape(fsdp=4, tensor=2), "explicit FULL_SHARD"),
     ],
     ids=str,
 )
 def test_axes_that_a_click_model_does_not_know_hold_rows_of_its_tables_alone(rows, mesh, strategy):
-    experiment = double(rows)
-    losses, state = trained(experiment, MeshShape(), 1)
-    other, found = trained(changed(experiment, strategy=STRATEGIES[strategy]), mesh, 8)
-    np.testing.assert_allclose(other, losses, rtol=1e-12)
-    for part in ("params", "tables"):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[part], state[part])
+    compare(rows, "nothing", mesh, strategy=STRATEGIES[strategy])
 
 
 @pytest.mark.parametrize("strategy", ["explicit FULL_SHARD", "ddp"])
@@ -252,26 +244,16 @@ def test_stages_over_which_nothing_is_cut_are_refused_where_they_would_be_a_pipe
 
 OVERFLOWS = list(
     itertools.product(
-        ("implicit FULL_SHARD", "explicit FULL_SHARD", "implicit HYBRID_SHARD", "explicit HYBRID_SHARD", "ddp"),
+        ("implicit FULL_SHARD", "explicit FULL_SHARD", "explicit HYBRID_SHARD", "ddp"),
         (1, 2),
         ("ordered", "exact"),
         ("none", "stale"),
     )
 )
-OVERFLOWS_BY_DEFAULT = [
-    ("implicit FULL_SHARD", 1, "ordered", "none"),
-    ("explicit HYBRID_SHARD", 2, "exact", "stale"),
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "parts", "accumulate", "pipeline"),
-    [
-        case if case in OVERFLOWS_BY_DEFAULT else pytest.param(*case, marks=pytest.mark.slow)
-        for case in dict.fromkeys([*OVERFLOWS_BY_DEFAULT, *covering(OVERFLOWS)])
-    ],
-)
+@pytest.mark.parametrize(("strategy", "parts", "accumulate", "pipeline"), covering(OVERFLOWS, columns=[(1, 3), (2, 3)]))
 def test_an_overflow_leaves_everything_as_it_was_but_the_factor(rows, strategy, parts, accumulate, pipeline):
     """From a factor beyond what float16 can hold down to one that it can, and on."""
     experiment = small_run.experiment(

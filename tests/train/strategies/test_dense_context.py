@@ -64,10 +64,6 @@ ALL, FOUR = MeshShape(fsdp=2, context=2, tensor=2), MeshShape(fsdp=1, context=4)
         (FOUR, "explicit", "all_gather", 30, None),
         (ALL, "implicit", "all_gather", 32, None),
         (FOUR, "implicit", "ring", 30, None),
-        (ALL, "implicit", "ring", 32, 2),
-        (ALL, "explicit", "all_gather", 32, None),
-        (FOUR, "implicit", "all_gather", 32, None),
-        (FOUR, "explicit", "ring", 32, None),
     ],
 )
 def test_cut_sequences_change_nothing_but_the_order_of_sums(
@@ -84,8 +80,8 @@ def test_cut_sequences_change_nothing_but_the_order_of_sums(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
-def test_a_window_is_that_of_one_device(texts, x64, one_device, method):
+def test_a_window_is_that_of_one_device(texts, x64, one_device):
+    method = "ring"
     model = dataclasses.replace(small.MODEL, window=5, context_method=method)
     want_losses, want_evaluated, want_params = three_steps(bind(texts, MeshShape(fsdp=1), model=model))
     losses, evaluated, params = three_steps(bind(texts, MeshShape(fsdp=1, context=2), model=model))

@@ -220,7 +220,6 @@ def whole(rows, tmp_path_factory):
         pytest.param(Differing(**FULL), marks=pytest.mark.slow),
         pytest.param(Signs(**FULL), marks=pytest.mark.slow),
         pytest.param(Signs(**HYBRID, accumulate="local"), marks=pytest.mark.slow),
-        pytest.param(Differing(**HYBRID), marks=pytest.mark.slow),
         pytest.param(SignsInBuckets(bucket_bytes=4096), marks=pytest.mark.slow),
     ],
     ids=str_of,
@@ -239,11 +238,10 @@ def test_a_killed_run_goes_on_to_the_same_bits(rows, whole, tmp_path, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [Signs(**HYBRID), Differing(**FULL)], ids=str_of)
-def test_a_killed_run_with_every_other_option_goes_on_to_the_same_bits(rows, tmp_path, strategy):
+def test_a_killed_run_with_every_other_option_goes_on_to_the_same_bits(rows, tmp_path):
     experiment = clicks(
         rows,
-        strategy,
+        Differing(**FULL),
         trainable="(layers|head)/.*",
         averages=(optim.Average(decay=0.5),),
         gradients__clip=0.05,
@@ -261,10 +259,9 @@ def test_a_killed_run_with_every_other_option_goes_on_to_the_same_bits(rows, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [Signs(**HYBRID), Differing(**FULL)], ids=str_of)
-def test_a_killed_language_model_goes_on_to_the_same_bits_layer_by_layer(texts, tmp_path, strategy):
+def test_a_killed_language_model_goes_on_to_the_same_bits_layer_by_layer(texts, tmp_path):
     experiment = small_language_run.experiment(
-        texts, precision=Precision(params="float64"), steps=8, strategy=strategy, placement__mesh=MESH
+        texts, precision=Precision(params="float64"), steps=8, strategy=Differing(**FULL), placement__mesh=MESH
     )
     loop.train(experiment, workdir=tmp_path / "whole")
     killed_run.train(experiment, tmp_path / "killed", at=7)
@@ -345,7 +342,7 @@ def test_a_scheme_without_a_rule_is_refused_on_other_devices(rows, whole, tmp_pa
 @pytest.mark.slow
 def test_a_checkpoint_of_another_scheme_is_refused(rows, whole):
     with pytest.raises(UserError, match="exchange"):
-        restored(clicks(rows, SignsInBuckets(bucket_bytes=4096)), whole(Signs(**HYBRID)))
+        restored(clicks(rows, SignsInBuckets(bucket_bytes=4096)), whole(Differing(**FULL)))
 
 
 @pytest.mark.slow
@@ -371,10 +368,9 @@ def residual_sum(state):
     ("strategy", "parts"),
     [
         (Signs(**HYBRID), 2),
-        pytest.param(Signs(**HYBRID, accumulate="local"), 4, marks=pytest.mark.slow),
-        pytest.param(Signs(**FULL), 4, marks=pytest.mark.slow),
-        pytest.param(Signs(**FULL), 1, marks=pytest.mark.slow),
-        pytest.param(SignsInBuckets(bucket_bytes=4096), 2, marks=pytest.mark.slow),
+        (Signs(**HYBRID, accumulate="local"), 4),
+        (Signs(**FULL), 1),
+        (SignsInBuckets(bucket_bytes=4096), 2),
     ],
     ids=str_of,
 )

@@ -20,8 +20,7 @@ def chance_of(shape, bits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", ["max", "l2"])
-@pytest.mark.parametrize("levels", [1, 7, 100, 32767])
+@pytest.mark.parametrize(("levels", "scale"), [(1, "max"), (7, "l2"), (100, "max"), (32767, "l2")])
 def test_linear_levels_are_those_of_the_definition(scale, levels):
     x, compressor = heavy(2, 150), LinearDithering(levels=levels, scale=scale)
     got = np.asarray(compressor.signed_levels(encoded(compressor, x, KEY), 150))
@@ -41,8 +40,7 @@ def test_linear_levels_are_those_of_the_definition(scale, levels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", ["max", "l2"])
-@pytest.mark.parametrize("levels", [1, 2, 4, 8, 30])
+@pytest.mark.parametrize(("levels", "scale"), [(1, "max"), (2, "l2"), (4, "max"), (8, "l2"), (30, "max")])
 def test_natural_levels_are_those_of_the_definition(scale, levels):
     x, compressor = heavy(2, 150), NaturalDithering(levels=levels, scale=scale)
     x[0, 5] = 0

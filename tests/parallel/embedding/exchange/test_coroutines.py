@@ -126,15 +126,12 @@ TWO_LEVEL = {"capacity_factor": 8.0, "route": "two_level"}
 @pytest.mark.parametrize(
     ("exchange", "weighted", "dtypes"),
     [
-        pytest.param({"capacity_factor": 8.0}, True, ("float32",), marks=pytest.mark.slow, id="flat"),
         pytest.param({"capacity_factor": 8.0}, False, ("float32", "bfloat16"), id="dtypes"),
-        pytest.param(TWO_LEVEL, True, ("float32",), marks=pytest.mark.slow, id="two_level"),
-        pytest.param(TWO_LEVEL, False, ("bfloat16", "float32"), marks=pytest.mark.slow, id="two_level dtypes"),
+        pytest.param(TWO_LEVEL, False, ("bfloat16", "float32"), id="two_level dtypes"),
         pytest.param(
             TWO_LEVEL | {"forward": "int8", "backward": "bfloat16", "within_host": "bdr_mx9"},
             True,
             ("float32", "bfloat16"),
-            marks=pytest.mark.slow,
             id="formats",
         ),
     ],
@@ -179,9 +176,8 @@ def test_statistics_of_columns_of_all_stacks_travel_together_too():
     ("route", "pipeline"),
     [
         ("flat", "none"),
-        pytest.param("flat", "ids", marks=pytest.mark.slow),
-        pytest.param("flat", "stale", marks=pytest.mark.slow),
-        pytest.param("two_level", "none", marks=pytest.mark.slow),
+        ("flat", "stale"),
+        ("two_level", "none"),
     ],
 )
 def test_a_step_of_a_click_model_has_one_all_to_all_per_hop_and_direction(route, pipeline):

@@ -72,9 +72,8 @@ def plainly(accumulate, weighted):
 @pytest.mark.parametrize(
     ("devices", "kind", "weighted"),
     [
-        pytest.param(1, "row_wise", True, marks=pytest.mark.slow),
         (8, "row_wise", False),
-        pytest.param(8, "table_wise", True, marks=pytest.mark.slow),
+        (8, "table_wise", True),
     ],
 )
 def test_forward_is_equal_to_the_bit_and_updates_to_reassociation(devices, kind, weighted):
@@ -99,8 +98,7 @@ def test_forward_is_equal_to_the_bit_and_updates_to_reassociation(devices, kind,
     ("devices", "kind", "weighted"),
     [
         (8, "row_wise", True),
-        pytest.param(1, "row_wise", True, marks=pytest.mark.slow),
-        pytest.param(4, "grid", False, marks=pytest.mark.slow),
+        (4, "grid", False),
     ],
 )
 def test_training_is_equal_to_the_bit_where_sums_are_exact(devices, kind, weighted):

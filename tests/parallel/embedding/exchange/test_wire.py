@@ -126,10 +126,8 @@ def run(exchange, kind="row_wise", size=1e-6):
 @pytest.mark.parametrize(
     ("kind", "forward", "backward"),
     [
-        pytest.param("row_wise", "bfloat16", "float16", marks=pytest.mark.slow),
-        pytest.param("table_wise", "int8", "float8_e5m2", marks=pytest.mark.slow),
         ("row_wise", "int8", "float8_e5m2"),
-        pytest.param("table_wise", "bfloat16", "float16", marks=pytest.mark.slow),
+        ("table_wise", "bfloat16", "float16"),
     ],
 )
 def test_forward_and_backward_travel_as_they_are_told(kind, forward, backward):

@@ -69,9 +69,8 @@ def equal(one, other):
     ("kind", "devices"),
     [
         ("row_wise", 8),
-        pytest.param("data_parallel", 2, marks=pytest.mark.slow),
-        pytest.param("table_wise", 4, marks=pytest.mark.slow),
-        pytest.param("grid", 8, marks=pytest.mark.slow),
+        ("data_parallel", 2),
+        ("grid", 8),
     ],
 )
 def test_exact_sums_do_not_see_the_order_of_the_batch_nor_the_mesh(kind, devices):
