@@ -212,7 +212,6 @@ def whole(rows, tmp_path_factory):
     return run
 
 
-@pytest.mark.default_cases("Differing *")
 @pytest.mark.parametrize(
     "strategy",
     [
