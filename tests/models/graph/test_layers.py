@@ -322,6 +322,7 @@ def test_edges_are_not_drawn_twice() -> None:
         NodeTask(config=GcnConfig(), schema=schema).place(graph, (2, 2, 2), mesh)
 
 
+@pytest.mark.default_cases("fastrand")
 @pytest.mark.parametrize("strategy", ["fastrand", "quadratic_residue"])
 def test_epochs_read_the_draws_in_turn(strategy: Any) -> None:
     a, x, _ = _setup("gcn")
