@@ -24,7 +24,7 @@ from scalejax.models.graph import (
     of_host,
     presampled,
 )
-from scalejax.models.graph.aggregation import attend
+from scalejax.models.graph.aggregation import attend, draws_of
 from scalejax.models.graph.task import cross_entropy
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
@@ -322,6 +322,21 @@ def test_edges_are_not_drawn_twice() -> None:
         NodeTask(config=GcnConfig(), schema=schema).place(graph, (2, 2, 2), mesh)
 
 
+@pytest.mark.parametrize("strategy", ["fastrand", "quadratic_residue"])
+def test_every_draw_has_a_seed_of_its_own_and_epochs_take_them_in_turn(strategy: Any) -> None:
+    a = _adjacency("gcn")
+    drawn = Sampling(width=3, strategy=strategy, prime=None, seed=4, draws=3)
+    draws = draws_of(a, drawn)
+    one = jax.jit(lambda epoch: draws.of_epoch(epoch).csr.indices)  # type: ignore[union-attr]
+    edges = [np.asarray(one(np.int32(epoch))) for epoch in range(5)]
+    for epoch, found in enumerate(edges):
+        alone = presampled(a, dataclasses.replace(drawn, seed=4 + epoch % 3, draws=1)).csr.indices
+        np.testing.assert_array_equal(found[: len(alone)], alone)
+    assert (edges[0] != edges[1]).any()
+    assert (edges[1] != edges[2]).any()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fastrand", "quadratic_residue"])
 def test_epochs_read_the_draws_in_turn(strategy: Any) -> None:
     a, x, _ = _setup("gcn")
