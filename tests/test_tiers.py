@@ -295,16 +295,17 @@ def test_cases_of_the_default_tier_are_those_that_are_named_or_have_every_value(
 NAMED = re.compile(r"(?<![\w./-])tests/[\w./-]*\w(?:::\w+)?")
 
 
-def test_what_ci_names_is_there():
-    texts = tiers.sources()
+def test_what_ci_names_is_there_and_runs_by_default_unless_marks_are_named():
+    texts, durations = tiers.sources(), tiers.read_durations()
     named = {
         (script.name, name) for script in (tiers.ROOT / ".ci").iterdir() for name in NAMED.findall(script.read_text())
     }
-    assert len(named) > 40
+    assert len(named) > 20
     for script, name in named:
         file, _, test = name.partition("::")
         assert (tiers.ROOT / file).exists(), f"{script}: {name}"
         assert not test or test in tiers.functions_of(texts[file]), f"{script}: {name}"
+        assert script != "wheel.sh" or not test or durations[file][test][0] > 0, f"{script}: {name} is slow"
 
 
 def test_every_file_is_in_one_system_and_every_pattern_is_of_some_file():

@@ -76,7 +76,7 @@ def test_numbers_of_a_format_are_themselves():
     np.testing.assert_array_equal(np.asarray(api.cast(y, "mxfp4_e2m1", axis=0)), np.asarray(y))
 
 
-@pytest.mark.default_cases("bdr_mx6", "msfp12", "int4", "vsq4", "fp8_e5m2", "mxfp6_e2m3", "nvfp4")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_zeros_stay_zeros(name):
     format = format_cases.small(name)
@@ -86,7 +86,7 @@ def test_zeros_stay_zeros(name):
     np.testing.assert_array_equal(np.asarray(api.dequantize(got)), 0)
 
 
-@pytest.mark.default_cases(first=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_not_finite_poisons_its_block_and_no_other(name):
     format = format_cases.small(name)

@@ -342,6 +342,7 @@ def test_frozen_parameters_stay_where_others_shrink_and_grow(rows, tmp_path):
     assert small < last
 
 
+@pytest.mark.slow
 def test_what_is_set_of_the_model_holds_in_all_phases(rows):
     experiment = overrides.apply(alternating(rows), ["model.top_hidden=64,32", "model.dropout=0.2"])
     models = [phase.experiment.model for phase in phases.resolved(experiment)]

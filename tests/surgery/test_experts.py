@@ -47,6 +47,7 @@ def test_an_mlp_is_copied_into_every_expert_and_routers_are_new():
     np.testing.assert_array_equal(made.params["embed/weight"][...], dense.params["embed/weight"])
 
 
+@pytest.mark.slow
 def test_one_expert_of_a_modality_becomes_several():
     few = drawn(ModalityExperts(groups=(("text", 1), ("image", 1))), 0)
     fresh = drawn(ModalityExperts(groups=(("text", 4), ("image", 2))), 1)

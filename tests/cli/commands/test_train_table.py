@@ -83,6 +83,7 @@ def test_the_plan_that_is_printed_names_the_recipe_of_the_run(trained):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 def test_the_plan_of_a_table_compiles(trained, invoke):
     planned = invoke("plan", str(trained[1] / own_table.FILE), "--topology", "v5e:2x2")
@@ -114,6 +115,7 @@ def test_the_recipe_is_written_however_the_run_is_told(tmp_path, invoke):
     assert configs.load(str(run / own_table.FILE)).data.label == "late"
 
 
+@pytest.mark.slow
 def test_a_best_step_is_offered_if_it_has_a_checkpoint(trained, capsys):
     _, run, _ = trained
     saved = min(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
@@ -123,6 +125,7 @@ def test_a_best_step_is_offered_if_it_has_a_checkpoint(trained, capsys):
         assert (f"--step {best}" in capsys.readouterr().out) == offered
 
 
+@pytest.mark.slow
 def test_a_file_that_changed_is_refused(trained, tmp_path, invoke):
     path, run, _ = trained
     kept = path.read_bytes()
@@ -135,6 +138,7 @@ def test_a_file_that_changed_is_refused(trained, tmp_path, invoke):
     assert result.stderr.startswith(f"Error: {path}: is not the file it was (SHA-256 ")
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_run_gives_the_same_examples_and_steps(trained):
     _, run, _ = trained
     experiment = configs.load(str(run / own_table.FILE))
@@ -179,6 +183,7 @@ def test_each_model_has_a_recipe_for_tables(model):
     experiment.model.task(experiment.data.schema()).tables()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

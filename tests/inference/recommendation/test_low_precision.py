@@ -294,6 +294,7 @@ def test_what_has_more_bytes_than_a_wider_precision_is_not_tried(dlrm):
     assert asked.choices(("table", model.configs[0].name)) == ("kmeans4", "kmeans2")
 
 
+@pytest.mark.slow
 def test_examples_of_one_label_are_refused(dlrm):
     """Their NE is no number, and a gap of no number is above no budget."""
     model, examples, limits = dlrm

@@ -90,6 +90,7 @@ def test_tokens_come_as_they_are_made(endless):
     assert end == "[DONE]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_frees_its_slot(endless, streamed):
     aborted = metric(endless, "request_success_total", finished_reason="abort")
@@ -105,6 +106,7 @@ def test_a_client_that_leaves_frees_its_slot(endless, streamed):
     assert metric(endless, "request_success_total", finished_reason="abort") == aborted + 1
 
 
+@pytest.mark.slow
 def test_a_stop_text_frees_the_slot_too(endless):
     before = metric(endless, "generation_tokens_total")
     body = ask(endless, stop=["quick"], max_tokens=4000).json()
@@ -247,6 +249,7 @@ def test_200_streaming_clients_get_what_they_asked_for():
 # The client of OpenAI.
 
 
+@pytest.mark.slow
 def test_the_client_of_openai_chats_streams_and_understands_refusals(endless):
     openai = pytest.importorskip("openai", reason="needs openai's client, which is no dependency")
     http = httpx.Client(trust_env=False)

@@ -167,6 +167,7 @@ def test_a_modality_that_the_data_never_have_needs_no_places(x, name, capacities
     assert all(np.asarray(g[...]).any() for path, g in nnx.to_flat_state(found) if path[0] != empty)
 
 
+@pytest.mark.slow
 def test_tokens_in_another_order_come_out_in_that_order(x):
     module, modality = layer(ModalityExperts()), kinds("mixed")
     order = np.random.default_rng(5).permutation(16)

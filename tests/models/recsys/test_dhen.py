@@ -102,6 +102,7 @@ def test_without_modules_the_shortcut_is_left_and_without_shortcut_the_ensemble(
     np.testing.assert_allclose(call(layer, x), norm(p["norm"], short), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_weighted_sum_starts_as_the_sum_and_learns_its_weights(x64):
     weighted, plain = (
         DhenLayer(

@@ -154,6 +154,7 @@ def test_scales_in_float32_are_those_of_one_device_but_for_a_rounding(format):
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6 * abs(expected).max())
 
 
+@pytest.mark.slow
 def test_copies_of_a_shard_are_added_up_in_float32_after_decoding():
     mesh, each = meshes.make_mesh(MESHES["replica2-fsdp4"]), uneven()
     got = reduced(mesh, ("fsdp",), "bdr_mx6", each)["rows"]

@@ -189,6 +189,7 @@ def test_gradients_of_inputs_come_back_by_example(sharding, form, accumulate, pa
     assert lies(found.inputs["rows"], ROWS)
 
 
+@pytest.mark.slow
 @in_every_way
 def test_outputs_come_back_by_example(sharding, form, accumulate, parts, trained):
     found, expected = on_devices(sharding, form, accumulate, parts, trained), on_one_device(parts)

@@ -116,6 +116,7 @@ def test_without_an_intact_one_nothing_begins_anew(rows, whole, tmp_path):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_scoring_and_a_resume_that_must_refuse_a_damaged_one(rows, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole("full"), run)
@@ -138,6 +139,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(rows, whole, tmp
     assert back_to_intact(run) == (6, ["damaged-10"])
 
 
+@pytest.mark.slow
 def test_damage_found_twice_keeps_both(whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole("full"), run)

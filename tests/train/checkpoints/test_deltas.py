@@ -381,6 +381,7 @@ def test_folders_may_be_relative(runs, monkeypatch):
     assert_equal(served.tables, publish.load(runs[1] / "checkpoints", 4).tables)
 
 
+@pytest.mark.slow
 def test_what_does_not_follow_a_served_copy_is_refused_and_changes_nothing(runs, run):
     folder = run / "checkpoints"
     served = publish.load(folder, 2)
@@ -403,6 +404,7 @@ def test_what_does_not_follow_a_served_copy_is_refused_and_changes_nothing(runs,
     assert_equal(served.tables, before)
 
 
+@pytest.mark.slow
 def test_files_of_rows_are_read_by_numpy_alone(runs):
     folder = runs[0] / "checkpoints" / "6" / "rows"
     data = np.fromfile(folder / "00000.bin", np.uint8)
@@ -417,6 +419,7 @@ def test_files_of_rows_are_read_by_numpy_alone(runs):
     assert seen >= 3
 
 
+@pytest.mark.slow
 def test_rows_of_bfloat16_come_back(tmp_path):
     from scalejax.parallel.embedding.stored.tracking import TableRows
 

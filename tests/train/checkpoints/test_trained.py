@@ -410,6 +410,7 @@ def test_nothing_is_left_of_a_run_that_could_not_be_written(graph, tmp_path):
         write_run(tmp_path / "run", model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "given", "message"),
     [

@@ -129,12 +129,14 @@ def test_what_does_not_go_is_refused_before_anything_is_allocated(texts, tmp_pat
             bound(wide).identity()
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_group_size(texts, trained):
     folder, _ = trained
     with pytest.raises(UserError, match="exchange"):
         loop.train(experiment_of(texts, strategy=Sdp4Bit(weight_group=128), steps=10), workdir=folder)
 
 
+@pytest.mark.slow
 def test_parameters_on_the_host_are_refused(texts):
     experiment = experiment_of(texts, placement__offload="optimizer and parameters")
     with pytest.raises(UserError, match=r"Sdp4Bit keeps a whole copy.*offload=optimizer"):

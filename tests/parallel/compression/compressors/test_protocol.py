@@ -82,6 +82,7 @@ def test_it_is_as_biased_as_it_says(compressor):
     assert (distance < 4) == (compressor.traits.mean == "unbiased"), distance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [-100, 100])
 @pytest.mark.parametrize("compressor", OF_ANY_SIZE.values(), ids=OF_ANY_SIZE)
 def test_values_of_any_size_come_back_alike(compressor, exponent):

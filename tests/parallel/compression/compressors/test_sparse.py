@@ -56,6 +56,7 @@ def test_random_k_sends_values_at_shared_places_alone():
         np.testing.assert_array_equal(back(compressor, x, KEY), expected)
 
 
+@pytest.mark.slow
 def test_sums_of_random_k_travel_on_without_another_error():
     x, compressor = heavy(8, 40), RandomKEntries(k=9, scale="none")
     total = np.asarray(back(compressor, x, KEY)).sum(axis=0, keepdims=True)

@@ -88,7 +88,7 @@ def test_rows_evictions_counters_and_state_follow_the_model(config, trace, gaps)
     assert_equal({name: leaf for name, leaf in state.items() if name != "counts"}, model.arrays())
 
 
-@pytest.mark.default_cases("lfu")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIGS["lfu after 3"], CONFIGS["lru after 2"]], ids=["lfu", "lru"])
 def test_an_entry_that_stands_for_several_occurrences_counts_like_them(config):
     rng, one, other = np.random.default_rng(5), id_map.init(config), id_map.init(config)
@@ -139,6 +139,7 @@ def test_large_batches_of_hashed_ids_follow_the_model(policy):
     assert_equal({name: leaf for name, leaf in state.items() if name != "counts"}, model.arrays())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_order_of_a_batch_changes_nothing(config):
     rng = np.random.default_rng(0)
