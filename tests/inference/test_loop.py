@@ -321,6 +321,7 @@ def test_a_prompt_can_be_scored_alone(engine):
     assert not on.busy
 
 
+@pytest.mark.slow
 def test_rows_whose_logits_are_not_finite_end_alone_and_leave_nothing_behind(engine):
     """A token whose row of the table is NaN: who reads it ends, others do not, nor who comes after it."""
     table = engine.params["embed/weight"].at[95].set(np.nan)

@@ -196,6 +196,24 @@ def test_a_copy_of_a_page_is_one():
     np.testing.assert_array_equal(copied.positions[:, target], cache.positions[:, source])
 
 
+def test_later_tokens_of_a_unit_that_has_not_begun_reach_nobody_even_if_they_are_not_finite():
+    """Its page was of the same unit of another row, and so its positions are those that this row will have there."""
+    rows = Rows(2, 16, 8)
+    q, k, v = (a[:2, :8] for a in projections())
+
+    @jax.jit
+    def read(cache):
+        cache, reading = cache.admit(rows.reading([8, 3], 8))
+        return cache.extend(jnp.int32(0), q, k, v, reading)[0]
+
+    clean = empty(rows.pages)
+    before = np.array(clean.positions)
+    for table in rows.table:
+        before[:, table] = np.arange(8 * len(table)).reshape(-1, 8)
+    used = dataclasses.replace(clean, kv=jnp.full_like(clean.kv, jnp.nan), positions=jnp.asarray(before))
+    np.testing.assert_array_equal(read(used)[1, :3], read(clean)[1, :3])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", KV_FORMATS)
 def test_what_a_unit_had_before_reaches_nobody_even_if_it_is_not_finite(kept):

@@ -31,6 +31,7 @@ from scalejax.train.checkpoints import array_store, trained
 from scalejax.train.checkpoints.array_store import LazyArray
 from scalejax.train.experiment import Checkpoints, Experiment, Init, Phase, Tables
 from scalejax.train.run_folder import read_lines
+from scalejax.train.runs import run_state
 from scalejax.train.runs.run import Run
 from scalejax.train.step import Program
 
@@ -154,6 +155,13 @@ def test_rates_of_a_phase_whose_optimizer_begins_anew_begin_with_it():
     want = pytest.approx([float(rising.build(8)(step)) for step in range(8)])
     assert [float(program.row_schedule(step)) for step in range(10, 18)] == want
     assert (rates(0), rates(3)) == (want, want)
+
+
+def test_what_a_run_knows_on_the_host_comes_back_from_its_checkpoint():
+    best = run_state.Best(step=12, value=0.5, final=0.25)
+    known = run_state.HostState(examples=640, data_from=480, weight=123.0, flops=7e9, best=best)
+    assert run_state.HostState.from_dict(json.loads(json.dumps(known.to_dict())), {}) == known
+    assert known.position == 160
 
 
 @pytest.mark.slow

@@ -4,16 +4,18 @@ import json
 import shlex
 import subprocess
 import sys
+import unittest.mock
 
 import numpy as np
 import pytest
 import small_run
 from changes import changed
 
+from scalejax.cli.commands import precision
 from scalejax.data.examples.dedup import expand_batch
 from scalejax.errors import UserError
 from scalejax.inference import reload
-from scalejax.inference.recommendation import search
+from scalejax.inference.recommendation import click_model, search, study
 from scalejax.train.metrics import evaluation
 
 
@@ -64,16 +66,20 @@ def test_an_exported_run_scores_the_test_split_as_the_run_did(invoke, run, tmp_p
     assert np.abs(np.concatenate(found) - wanted.predictions).max() < 1e-6
 
 
-@pytest.mark.slow
-def test_the_search_is_given_the_budget_as_a_share(invoke, run, monkeypatch):
+def test_the_search_is_given_the_budget_as_a_share(invoke, monkeypatch):
     asked = []
 
     def stopped(study, *, budget, log):
         asked.append(budget)
         raise UserError("that will do")
 
+    opened = unittest.mock.MagicMock(), unittest.mock.MagicMock()
+    monkeypatch.setattr(precision, "open_run", lambda *given: opened)
+    monkeypatch.setattr(precision, "calibrated", lambda model, batches: None)
+    for module, name in ((click_model, "sample"), (click_model, "labelled"), (study, "study")):
+        monkeypatch.setattr(module, name, unittest.mock.MagicMock())
     monkeypatch.setattr(search, "search", stopped)
-    one_error(invoke("precision", str(run[0]), "--recipe", run[1], "--budget", "2"), "that will do")
+    one_error(invoke("precision", "RUN", "--budget", "2"), "that will do")
     assert asked == [0.02]
 
 
