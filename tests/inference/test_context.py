@@ -34,9 +34,7 @@ TEXT = TokenSchema(vocabulary=GQA.vocabulary, length=1024)
 MESHES = {
     "context=2": MeshShape(fsdp=1, context=2),
     "context=4": MeshShape(fsdp=1, context=4),
-    "context=8": MeshShape(fsdp=1, context=8),
     "context=2,tensor=2": MeshShape(fsdp=1, context=2, tensor=2),
-    "context=2,fsdp=2": MeshShape(fsdp=2, context=2),
 }
 
 
@@ -96,7 +94,6 @@ def chosen(passed):
         ("context=4", "pass_kv"),
         pytest.param("context=4", "pass_q", marks=pytest.mark.slow),
         ("context=2,tensor=2", None),
-        pytest.param("context=2,fsdp=2", None, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_one_device(folder, told, name, passed):

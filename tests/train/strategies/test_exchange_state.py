@@ -217,7 +217,6 @@ def whole(rows, tmp_path_factory):
     "strategy",
     [
         Differing(**FULL),
-        pytest.param(Signs(**FULL), marks=pytest.mark.slow),
         pytest.param(Signs(**HYBRID, accumulate="local"), marks=pytest.mark.slow),
         pytest.param(SignsInBuckets(bucket_bytes=4096), marks=pytest.mark.slow),
     ],
