@@ -72,12 +72,11 @@ CASES = {
 }
 
 
-DEFAULT = ("row-wise", "copies, summed")
 """The others are for slow runs: each takes a path that another test takes too."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_touched_rows_bring_an_old_copy_to_the_new_state(case):
     optimizer, kind, devices, replica = CASES[case]
     tables = tracked(OPTIMIZERS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer)
