@@ -155,10 +155,7 @@ LOOKUPS = [(f, p, w) for f in ROW_FORMATS for p in ("sum", "mean") for w in (Fal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("format", "pooling", "weighted"),
-    LOOKUPS,
-)
+@pytest.mark.parametrize(("format", "pooling", "weighted"), LOOKUPS)
 def test_the_kernel_of_lookups_decodes_and_sums_in_the_order_of_ids(format, pooling, weighted):
     """In a width that is no power of two; a row with a NaN, ids that are no rows, slots that belong to no bag."""
     rng = np.random.default_rng(3)

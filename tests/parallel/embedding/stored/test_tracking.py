@@ -72,9 +72,6 @@ CASES = {
 }
 
 
-"""The others are for slow runs: each takes a path that another test takes too."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_touched_rows_bring_an_old_copy_to_the_new_state(case):
