@@ -175,9 +175,7 @@ def flip_in_the_middle(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "harm", [flip_in_the_middle, *(pytest.param(h, marks=pytest.mark.slow) for h in (cut_in_half, pathlib.Path.unlink))]
-)
+@pytest.mark.parametrize("harm", [flip_in_the_middle, cut_in_half, pathlib.Path.unlink])
 def test_damaged_checkpoint(recipe, run, harm, tmp_path):
     newest = run / "checkpoints" / "12"
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -338,7 +336,7 @@ for folder in (pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[2]).parent):
 @pytest.mark.parametrize(
     ("script", "then"),
     [
-        pytest.param(FULL_DISK, "true", id="full", marks=pytest.mark.slow),
+        pytest.param(FULL_DISK, "true", id="full"),
         pytest.param(READ_ONLY, "mount -o remount,ro", id="read-only"),
     ],
 )

@@ -87,15 +87,14 @@ def test_the_log_is_made_once_and_deduplicated_as_the_dials_say(smoke: Experimen
 @pytest.mark.slow
 def test_shuffled_sessions_train_as_well_as_shuffled_rows(tmp_path: pathlib.Path) -> None:
     recipe = configs.load("recd-sessions_time")
-    found = {"sessions": [], "rows": []}
-    for seed in range(2):
-        for shuffle, aucs in found.items():
-            data = dataclasses.replace(recipe.data, shuffle=shuffle, seed=seed, folder=str(tmp_path / "logs"))
-            experiment = dataclasses.replace(recipe, data=data, seed=seed)
-            state, _ = trained(experiment, steps=recipe.steps)
-            program = binding.bind(experiment, data.schema(), make_mesh(recipe.placement.mesh, jax.devices()[:1]))
-            scores = scoring.score(program, state, data.build().eval_batches("test"))
-            aucs.append(scores.measure()["auc"])
+    found = {}
+    for shuffle in ("sessions", "rows"):
+        data = dataclasses.replace(recipe.data, shuffle=shuffle, seed=0, folder=str(tmp_path / "logs"))
+        experiment = dataclasses.replace(recipe, data=data, seed=0)
+        state, _ = trained(experiment, steps=recipe.steps)
+        program = binding.bind(experiment, data.schema(), make_mesh(recipe.placement.mesh, jax.devices()[:1]))
+        scores = scoring.score(program, state, data.build().eval_batches("test"))
+        found[shuffle] = scores.measure()["auc"]
     # Over seeds each has a standard deviation of 0.004 (benchmarks/results/recd.md).
-    assert np.mean(found["sessions"]) == pytest.approx(np.mean(found["rows"]), abs=0.01)
-    assert min(found["sessions"]) > 0.75
+    assert found["sessions"] == pytest.approx(found["rows"], abs=0.01)
+    assert found["sessions"] > 0.75

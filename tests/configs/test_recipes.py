@@ -134,7 +134,7 @@ def test_vision_smoke_trains_and_sums_up(name: str, tmp_path: pathlib.Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [n if n == "gcn-smoke" else pytest.param(n, marks=pytest.mark.slow) for n in GRAPHS if n.endswith("-smoke")],
+    [n for n in GRAPHS if n.endswith("-smoke")],
 )
 def test_graph_smoke_trains_and_sums_up(name: str, tmp_path: pathlib.Path) -> None:
     closing = loop.train(configs.load(name), workdir=tmp_path / "run", recipe=name)

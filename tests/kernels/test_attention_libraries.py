@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
     "case",
     [
         Case(batch=2, queries=128, keys=256, offset=128, documents=3, window=50, heads=4, kv_heads=2, width=32),
-        pytest.param(Case(queries=128, heads=4, kv_heads=2), marks=pytest.mark.slow),
-        pytest.param(Case(queries=256, keys=128, offset=-40), marks=pytest.mark.slow),
-        pytest.param(Case(queries=128, keys=256, mask="full", documents=2), marks=pytest.mark.slow),
+        Case(queries=128, heads=4, kv_heads=2),
+        Case(queries=256, keys=128, offset=-40),
+        Case(queries=128, keys=256, mask="full", documents=2),
     ],
 )
 def test_splash_equals_the_reference_with_a_cotangent_of_lse(case):

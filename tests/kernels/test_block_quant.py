@@ -152,14 +152,10 @@ def test_optimised_programs_have_the_same_bits():
 
 KERNEL = {"implementation": "pallas_gpu", "interpret": True}
 LOOKUPS = [(f, p, w) for f in ROW_FORMATS for p in ("sum", "mean") for w in (False, True)]
-ONE_LOOKUP = ("int4", "mean", False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("format", "pooling", "weighted"),
-    [case if case == ONE_LOOKUP else pytest.param(*case, marks=pytest.mark.slow) for case in LOOKUPS],
-)
+@pytest.mark.parametrize(("format", "pooling", "weighted"), LOOKUPS)
 def test_the_kernel_of_lookups_decodes_and_sums_in_the_order_of_ids(format, pooling, weighted):
     """In a width that is no power of two; a row with a NaN, ids that are no rows, slots that belong to no bag."""
     rng = np.random.default_rng(3)
@@ -215,9 +211,7 @@ def test_long_bags_are_summed_in_float32_and_cast_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "format", ["int4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("int8", "int8_half", "int2"))]
-)
+@pytest.mark.parametrize("format", ["int4", "int8", "int8_half", "int2"])
 def test_the_greedy_range_is_never_worse(format):
     rng = np.random.default_rng(2)
     outliers = rng.normal(size=(300, 40)).astype(np.float32)

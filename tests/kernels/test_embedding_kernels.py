@@ -75,9 +75,7 @@ def test_bags_equal_literal_loops(name, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("implementation", "interpret"), [SIMULATED[0], pytest.param(*SIMULATED[1], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("implementation", "interpret"), SIMULATED[:2])
 @pytest.mark.parametrize("name", ["empty bags", "no rows among the ids", "long bags"])
 def test_bags_equal_literal_loops_on_a_simulated_chip(implementation, interpret, name):
     case = CASES[name]
@@ -336,13 +334,8 @@ def _arrays(optimizer, num_rows, dim=128):
     [
         *(("adagrad", *backend) for backend in BACKENDS),
         ("row-wise adagrad", "pallas_tpu", WAIT),
-        *(
-            pytest.param(o, *backend, marks=pytest.mark.slow)
-            for o in OPTIMIZERS
-            for backend in BACKENDS
-            if o != "adagrad"
-        ),
-        pytest.param("adagrad", "pallas_tpu", EAGER, marks=pytest.mark.slow),
+        *((o, *backend) for o in OPTIMIZERS for backend in BACKENDS if o != "adagrad"),
+        ("adagrad", "pallas_tpu", EAGER),
     ],
 )
 def test_updates_equal_those_of_the_reference_and_touch_nothing_else(optimizer, implementation, interpret):

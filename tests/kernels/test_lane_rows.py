@@ -181,7 +181,7 @@ def test_lookups_on_a_simulated_chip(name, interpret):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["int4", pytest.param("kmeans2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format", ["int4", "kmeans2"])
 def test_every_platform_looks_rows_up_in_lane_rows(format):
     """To the bit; ids that are no rows and a row with a NaN among them."""
     rows = usual() if format == "int4" else quantized(normal(45, 20), format)

@@ -78,8 +78,8 @@ def interpreted(monkeypatch):
     [
         ((4, 2), jnp.float32, None, 0),
         ((4, 4), jnp.bfloat16, 20, 2),
-        pytest.param((8, 2), jnp.float32, 20, 2, marks=pytest.mark.slow),
-        pytest.param((4, 1), jnp.bfloat16, None, 0, marks=pytest.mark.slow),
+        ((8, 2), jnp.float32, 20, 2),
+        ((4, 1), jnp.bfloat16, None, 0),
     ],
 )
 def test_it_is_dense_attention(interpreted, heads, dtype, window, gone):

@@ -78,8 +78,8 @@ def test_sums_and_means_of_picked_edges_equal_those_of_xla(implementation, inter
     [
         ("bucket", None),
         ("fastrand", None),
-        pytest.param("quadratic_residue", None, marks=pytest.mark.slow),
-        pytest.param("rate", 0.3, marks=pytest.mark.slow),
+        ("quadratic_residue", None),
+        ("rate", 0.3),
         ("rate_stride", 0.3),
     ],
 )
@@ -109,7 +109,7 @@ def test_edges_picked_inside_the_gpu_kernel_are_never_written_to_memory():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "interpret"), KERNELS)
-@pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weighted", [True, False])
 def test_exact_products_equal_scipy_on_rows_of_every_bin_and_cut_rows(implementation, interpret, weighted):
     csr = random_csr(2, weighted=weighted)
     h = _features(csr, 6)

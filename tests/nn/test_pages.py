@@ -240,7 +240,7 @@ def test_what_a_unit_had_before_reaches_nobody_even_if_it_is_not_finite(kept):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, pytest.param({"tensor": 4}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 4}])
 def test_a_mesh_changes_nothing(mesh):
     """Heads over `tensor`, whole where they do not divide."""
     arrays, rows = projections(), Rows(3, 40, 8)

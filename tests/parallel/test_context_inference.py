@@ -106,7 +106,7 @@ def run(method, mesh, arrays, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "ranks", "heads", "window"), covering([*itertools.product(PREFILLS, (1, 2, 4, 8), HEADS, (None, 6))])
+    ("method", "ranks", "heads", "window"), covering([*itertools.product(PREFILLS, (2, 8), HEADS, (None, 6))])
 )
 def test_a_prefill_of_tokens_anywhere_is_dense_attention(method, ranks, heads, window):
     arrays, by_query, parts = problem(ranks, HEADS[heads])
@@ -115,10 +115,9 @@ def test_a_prefill_of_tokens_anywhere_is_dense_attention(method, ranks, heads, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "ranks", "width", "dtype"), covering([*itertools.product(PREFILLS, (2, 4), (64, 128), TOLERANCE)])
-)
-def test_both_methods_in_both_dtypes_and_widths(method, ranks, width, dtype):
+@pytest.mark.parametrize(("method", "width", "dtype"), covering([*itertools.product(PREFILLS, (64, 128), TOLERANCE)]))
+def test_both_methods_in_both_dtypes_and_widths(method, width, dtype):
+    ranks = 4
     arrays, by_query, parts = problem(ranks, width=width, dtype=dtype)
     got = run(PREFILLS[method], mesh_of(ranks), arrays)
     assert got.dtype == dtype

@@ -139,7 +139,7 @@ def test_one_bucket_for_everything_is_one_all_reduce():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "parts", "expected"),
-    [("local", 2, TREE), pytest.param("communicate", 1, BLOCKS, marks=pytest.mark.slow)],
+    [("local", 2, TREE), ("communicate", 1, BLOCKS)],
 )
 def test_buckets_stay_apart_when_compiled_without_the_combiner(accumulate, parts, expected):
     tests = pathlib.Path(__file__).parent.parent

@@ -259,7 +259,7 @@ def updates(strategy, steps, mesh=None, spoil=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["differences", pytest.param("quantized", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["differences", "quantized"])
 def test_copies_are_the_same_bits_on_every_device_after_many_steps(weights):
     state, _ = updates(Sdp4Bit(weights=weights), 100)
     for path, copy in state.items():

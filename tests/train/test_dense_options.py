@@ -60,7 +60,6 @@ def assert_same_bits(a, b):
     [
         pytest.param(Fsdp(), BOTH, id="implicit, both"),
         pytest.param(Fsdp(sharding="HYBRID_SHARD", form="explicit"), "optimizer", id="hybrid"),
-        pytest.param(Ddp(), BOTH, id="ddp, both"),
     ],
 )
 def test_state_in_host_memory_trains_as_state_on_devices_does(texts, x64, strategy, where):

@@ -197,8 +197,8 @@ def _first_losses(experiment: Experiment) -> list[float]:
     "model",
     [
         GcnConfig(layers=1, dropout=0.0),
-        pytest.param(GcnConfig(hidden=8, dropout=0.0), marks=pytest.mark.slow),
-        pytest.param(GraphSageConfig(hidden=8, dropout=0.0), marks=pytest.mark.slow),
+        GcnConfig(hidden=8, dropout=0.0),
+        GraphSageConfig(hidden=8, dropout=0.0),
     ],
 )
 def test_mini_batches_over_eight_devices_are_those_of_one(model: Any, path: str) -> None:

@@ -129,7 +129,7 @@ def test_a_scaled_loss_that_never_overflows_changes_nothing(path: str, x64: None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [None, pytest.param(MeshShape(), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [None, MeshShape()])
 def test_float16_learns_under_a_scaled_loss_and_skips_what_overflows(mesh: MeshShape | None, path: str) -> None:
     scaling = LossScaling(initial=2.0**40, interval=100)
     half = gcn(
@@ -241,8 +241,8 @@ COARSE = QuantizationRule(module_path="layers/.*", weight_qtype="bdr_mx4", tail=
     "model",
     [
         GcnConfig(hidden=8, dropout=0.0),
-        pytest.param(GraphSageConfig(hidden=8, dropout=0.0), marks=pytest.mark.slow),
-        pytest.param(GatConfig(hidden=4, heads=2, dropout=0.0), marks=pytest.mark.slow),
+        GraphSageConfig(hidden=8, dropout=0.0),
+        GatConfig(hidden=4, heads=2, dropout=0.0),
     ],
     ids=["gcn", "graphsage", "gat"],
 )

@@ -207,10 +207,9 @@ def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense", "by modality"])
-def test_a_cache_gives_the_logits_of_the_whole_row(texts_and_images, name):
+def test_a_cache_gives_the_logits_of_the_whole_row(texts_and_images):
     """Each layer has its own visibility: what a token finds there are the tokens that this layer took."""
-    made, (tokens, positions, segments) = model(AUXILIARY, MLPS[name]), texts_and_images
+    made, (tokens, positions, segments) = model(AUXILIARY, MLPS["by modality"]), texts_and_images
     whole = np.asarray(jax.jit(made.__call__)(tokens, positions, segments))
     step, rows = jax.jit(made.extend), Rows(2, 16)
     cache = made.cache(rows.pages)
@@ -303,7 +302,6 @@ def test_parameters_are_those_of_the_published_table(size):
 
 EXPLICIT = Fsdp(sharding="FULL_SHARD", form="explicit")
 MESHES = {
-    "fsdp": (Fsdp(), MeshShape(fsdp=8)),
     "explicit fsdp": (EXPLICIT, MeshShape(fsdp=8)),
     "tensor": (Fsdp(), MeshShape(fsdp=4, tensor=2)),
     "explicit tensor x expert": (EXPLICIT, MeshShape(fsdp=2, tensor=2, expert=2)),
@@ -323,15 +321,19 @@ def trained(texts, depth, shape, strategy=EXPLICIT, mlp=MLPS["top-k"]):
     return losses, jax.tree.map(np.asarray, state.params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), [("dense", "fsdp"), *(("top-k", mesh) for mesh in MESHES if mesh != "fsdp")])
-def test_devices_change_nothing_but_the_order_of_sums(texts, name, mesh):
-    strategy, shape = MESHES[mesh]
+@pytest.fixture(scope="module")
+def on_one_device(texts):
     with jax.enable_x64(True):
-        (losses, params), (found, got) = (
-            trained(texts, MixtureOfDepths(), *on, mlp=MLPS[name])
-            for on in ((MeshShape(fsdp=1), EXPLICIT), (shape, strategy))
-        )
+        return trained(texts, MixtureOfDepths(), MeshShape(fsdp=1), EXPLICIT, mlp=MLPS["top-k"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_devices_change_nothing_but_the_order_of_sums(texts, on_one_device, mesh):
+    strategy, shape = MESHES[mesh]
+    losses, params = on_one_device
+    with jax.enable_x64(True):
+        found, got = trained(texts, MixtureOfDepths(), shape, strategy, mlp=MLPS["top-k"])
     np.testing.assert_allclose(found, losses, rtol=1e-12)
     for path, value in params.items():
         np.testing.assert_allclose(got[path], value, rtol=1e-9, atol=1e-12, err_msg=path)

@@ -121,9 +121,8 @@ def draws(part):
 # forms. Whole experts on other axes are in test_depth.
 CASES = [
     ("dropless", "explicit tensor x 2"),
-    ("dropless", "whole x 4"),
-    ("room between two", "explicit fsdp x 4"),
-    ("with a capacity", "replica x fsdp x 2"),
+    ("with a capacity", "whole x 4"),
+    ("room between two", "replica x fsdp x 2"),
     ("bias", "fsdp x 4"),
     ("sequence", "stage x 4"),
     ("global", "context x 4"),

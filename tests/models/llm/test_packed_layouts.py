@@ -54,7 +54,7 @@ def opened(layout, name, tensors, shape, kind="F32"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "name"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+@pytest.mark.parametrize(("layout", "name"), [*CASES, *MORE])
 def test_what_is_written_is_read(layout, name, tmp_path):
     x = gaussian(0, 12, 256)
     tensors, want = stored(LAYOUTS[layout], name, x, tmp_path)

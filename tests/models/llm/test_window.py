@@ -85,9 +85,7 @@ def test_the_cache_gives_what_the_full_pass_gives():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape", [MeshShape(), pytest.param(MeshShape(fsdp=2, tensor=2), marks=pytest.mark.slow)], ids=["one", "four"]
-)
+@pytest.mark.parametrize("shape", [MeshShape(), MeshShape(fsdp=2, tensor=2)], ids=["one", "four"])
 def test_an_engine_generates_what_full_passes_choose(tmp_path, shape):
     write_checkpoint(tmp_path / "theirs", MISTRAL)
     prompt = tokens(MISTRAL, 1, 9)[0].tolist()

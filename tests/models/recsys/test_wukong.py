@@ -399,7 +399,7 @@ def test_every_layer_drops_by_a_key_of_its_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fm", [pytest.param("lowrank", marks=pytest.mark.slow), "attentive"])
+@pytest.mark.parametrize("fm", ["lowrank", "attentive"])
 def test_bfloat16_compute_is_close_to_float32_with_float32_logits_and_finite_gradients(
     fm, schema, examples, strict_promotion
 ):

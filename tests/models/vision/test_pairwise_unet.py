@@ -410,7 +410,7 @@ def learnt(config, devices, strategy):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("comparison", "form"),
-    [("attention", "explicit"), ("concatenation", "ddp"), ("early", "implicit")],
+    [("attention", "explicit"), ("concatenation", "ddp")],
 )
 def test_eight_devices_learn_what_one_does(comparison, form):
     config = dataclasses.replace(SMALL, comparison=comparison, unet=dataclasses.replace(UNET, norm="batch"))

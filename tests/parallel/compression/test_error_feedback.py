@@ -68,7 +68,7 @@ def waves(x, optimum):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
-    [OneBit(), pytest.param(TopKEntries(k=0.05), marks=pytest.mark.slow)],
+    [OneBit(), TopKEntries(k=0.05)],
     ids=["onebit", "topk"],
 )
 def test_gradients_fall_as_one_over_the_root_of_the_steps_with_feedback_alone(compressor):

@@ -64,7 +64,7 @@ def meaning_of_a_gradient():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [8, *(pytest.param(devices, marks=pytest.mark.slow) for devices in (1, 2, 4))])
+@pytest.mark.parametrize("devices", [8, 1, 2, 4])
 def test_a_row_moves_by_the_gradient_of_the_global_mean_on_any_number_of_devices(devices):
     """TorchRec #2251 (divided by the world size once more), #766 (2 ranks and 1 differ), #1298 (ids that repeat);
     TFRA #499, #500 (is a sparse gradient a sum or a mean?).
@@ -161,7 +161,7 @@ def test_adam_goes_on_from_8_devices_on_3_as_if_nothing_had_happened():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [1, 8])
 def test_memory_of_a_step_beside_the_tables_does_not_grow_with_their_rows(devices):
     """HugeCTR #30, #348; TorchRec #125: memory of a step by the size of tables instead of the batch's."""
     temporary = []

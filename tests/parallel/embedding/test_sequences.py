@@ -192,9 +192,7 @@ def both(devices, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("devices", "kind"), [(1, "row_wise"), pytest.param(3, "row_wise", marks=pytest.mark.slow), (8, "table_wise")]
-)
+@pytest.mark.parametrize(("devices", "kind"), [(1, "row_wise"), (3, "row_wise"), (8, "table_wise")])
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), most=st.integers(1, ROWS))
 def test_a_fixed_length_given_as_the_longest_one_changes_no_bit(devices, kind, seed, most):
@@ -297,7 +295,7 @@ def test_a_list_that_is_too_long_is_refused_where_it_is_packed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [3, 1])
 def test_what_reaches_the_devices_all_the_same_is_counted_and_no_row_sees_it(devices):
     each = on(TABLES, devices)
     short = tuple(dataclasses.replace(f, max_length=4) if f.name == "clicks" else f for f in each.layout(SCHEMA, SIZE))

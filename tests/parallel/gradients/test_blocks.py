@@ -121,7 +121,7 @@ def literal(batches, residuals):
     "loss",
     [
         pytest.param(residual_stack.loss, id="remat"),
-        pytest.param(residual_stack.without_remat, id="no remat", marks=pytest.mark.slow),
+        pytest.param(residual_stack.without_remat, id="no remat"),
     ],
 )
 def test_state_of_an_exchange_updates_through_a_scanned_rematerialised_body(mesh, loss):

@@ -464,7 +464,7 @@ def in_small_disk(folder: pathlib.Path, size: str, then: str, *command: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [pytest.param("200k", marks=pytest.mark.slow), "800k"])
+@pytest.mark.parametrize("size", ["200k", "800k"])
 def test_a_full_disk_is_one_message_and_earlier_checkpoints_stay_usable(tmp_path, size):
     done = in_small_disk(tmp_path, size, "true", sys.executable, str(WORKER), "fill", str(tmp_path / "c"))
     lines = done.stdout.splitlines()

@@ -74,7 +74,6 @@ def back_to_intact(run):
         ("full", {10: "missing"}, 8, ["damaged-10"]),
         ("full", {10: "arrays", 8: "manifest.json"}, 6, ["damaged-10", "damaged-8"]),
         ("full", {8: "arrays"}, 10, []),
-        ("deltas", {8: "arrays"}, 6, ["damaged-10", "damaged-8"]),
         ("deltas", {10: "rows", 8: "arrays", 4: "rows"}, 2, ["damaged-10", "damaged-4", "damaged-6", "damaged-8"]),
     ],
 )

@@ -270,7 +270,7 @@ def test_every_rule_of_an_optimizer_is_looked_at(texts):
     "strategy",
     [
         Sdp4Bit(param_dtype=None),
-        pytest.param(dataclasses.replace(ddp(OneBit()), accumulate="local"), marks=pytest.mark.slow),
+        dataclasses.replace(ddp(OneBit()), accumulate="local"),
     ],
     ids=["SDP4Bit", "one bit"],
 )

@@ -217,7 +217,6 @@ def whole(rows, tmp_path_factory):
     [
         Signs(**HYBRID),
         pytest.param(Differing(**FULL), marks=pytest.mark.slow),
-        pytest.param(Signs(**FULL), marks=pytest.mark.slow),
         pytest.param(Signs(**HYBRID, accumulate="local"), marks=pytest.mark.slow),
         pytest.param(SignsInBuckets(bucket_bytes=4096), marks=pytest.mark.slow),
     ],
@@ -279,7 +278,7 @@ def on_four_devices(experiment, folder, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [Signs(**HYBRID), pytest.param(SignsInBuckets(bucket_bytes=4096), marks=pytest.mark.slow)],
+    [Signs(**HYBRID), SignsInBuckets(bucket_bytes=4096)],
     ids=str_of,
 )
 def test_residuals_of_a_run_that_goes_on_with_other_devices_keep_their_sum(
@@ -411,9 +410,7 @@ def losses_of(experiment, steps=8):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [Signs(**HYBRID), pytest.param(Signs(**FULL, accumulate="local"), marks=pytest.mark.slow)], ids=str_of
-)
+@pytest.mark.parametrize("strategy", [Signs(**HYBRID), Signs(**FULL, accumulate="local")], ids=str_of)
 def test_residuals_follow_the_factor_on_the_loss(rows, strategy):
     """A factor that grows every two steps changes nothing."""
     scaling = LossScaling(initial=1024.0, interval=2)

@@ -140,7 +140,7 @@ def literally(built, state, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "mesh", "microbatch"),
-    [(4, MeshShape(fsdp=2, tensor=2), 8), pytest.param(1, ALL, 8, marks=pytest.mark.slow)],
+    [(4, MeshShape(fsdp=2, tensor=2), 8), (1, ALL, 8)],
 )
 def test_attention_over_positions_is_attention_over_the_lists(devices, mesh, microbatch):
     built = build(devices, mesh=mesh, gradients__microbatch=microbatch)

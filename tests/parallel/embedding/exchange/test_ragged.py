@@ -74,9 +74,9 @@ def both(kind, exchange, *, optimizer=OPTIMIZERS["rowwise"], size=16, replica=2)
     ("kind", "wires"),
     [
         ("row_wise", {}),
-        pytest.param("table_row_wise", {"forward": "int8", "backward": "bfloat16"}, marks=pytest.mark.slow),
+        ("table_row_wise", {"forward": "int8", "backward": "bfloat16"}),
         # Features of one id by runs, bags in their own buckets.
-        pytest.param("table_wise", {}, marks=pytest.mark.slow),
+        ("table_wise", {}),
     ],
 )
 def test_steps_are_equal_to_the_bit(kind, wires):

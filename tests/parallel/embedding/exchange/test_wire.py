@@ -160,8 +160,8 @@ FIDELITY = {"bdr_mx9": 46.6, "bdr_mx6": 28.4, "bdr_mx4": 15.8, "mxfp8_e4m3": 30.
     ("kind", "forward", "backward"),
     [
         ("row_wise", "bdr_mx6", "mxfp8_e4m3"),
-        pytest.param("table_wise", "mxfp6_e2m3", "bdr_mx9", marks=pytest.mark.slow),
-        pytest.param("column_wise", "bdr_mx4", "bdr_mx6", marks=pytest.mark.slow),
+        ("table_wise", "mxfp6_e2m3", "bdr_mx9"),
+        ("column_wise", "bdr_mx4", "bdr_mx6"),
     ],
 )
 def test_block_formats_travel_as_bytes_and_within_their_fidelity(kind, forward, backward):

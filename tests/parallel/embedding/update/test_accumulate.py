@@ -110,7 +110,7 @@ FOUR = ((8, "grid"), (2, "data_parallel"), (8, "row_wise"), (4, "table_wise"))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "places"),
-    [("bfloat16", FOUR[:1]), pytest.param("float16", FOUR, marks=pytest.mark.slow)],
+    [("bfloat16", FOUR[:1]), ("float16", FOUR)],
     ids=["bfloat16", "float16"],
 )
 def test_stochastic_rounding_is_the_same_on_every_mesh_and_differs_from_nearest(dtype, places):
