@@ -131,6 +131,8 @@ def pytest_pycollect_makeitem():
 
 _CPU = pytest.StashKey[float]()
 _TIME_IS_UP = "the time of this run is up"
+_between_files_s = 0.0
+"""CPU seconds of what is done at the end of a file, which are none of its last test's."""
 
 
 def _cpu_seconds():
@@ -140,7 +142,7 @@ def _cpu_seconds():
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    item.stash[_CPU] = _cpu_seconds()
+    item.stash[_CPU] = _cpu_seconds() - _between_files_s
     return (yield)
 
 
@@ -149,7 +151,7 @@ def pytest_runtest_teardown(item):
     try:
         return (yield)
     finally:
-        item.user_properties.append(("cpu_s", _cpu_seconds() - item.stash[_CPU]))
+        item.user_properties.append(("cpu_s", _cpu_seconds() - _between_files_s - item.stash[_CPU]))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -247,9 +249,12 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_between_files():
     yield
+    global _between_files_s
+    begun = _cpu_seconds()
     if not _drop_programs():
         gc.collect()
         gc.freeze()
+    _between_files_s += _cpu_seconds() - begun
 
 
 _MAPS = pathlib.Path("/proc/self/maps")  # Linux only

@@ -198,7 +198,6 @@ def test_causal_work_is_even_from_a_thousand_new_tokens_on_and_that_of_neighbour
     assert neighbours.max() / neighbours.min() == pytest.approx(2 * ranks - 1, rel=1e-3)
 
 
-@pytest.mark.slow
 def test_rows_that_do_not_divide_are_a_mistake_of_the_caller(folder):
     engine = opened(folder, on_mesh("context=4"))
     pages = nn.PageShape(16, PAGE)

@@ -503,7 +503,6 @@ def test_what_can_never_be_served_is_refused(engine, fields, words):
     assert not on.busy
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "words"),
     [

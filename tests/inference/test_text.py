@@ -46,7 +46,6 @@ def test_a_prompt_is_continued(writer):
     assert (got.prompt, got.text, got.ended) == ("ab", "cabcabc", "length")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "want"), [(["bc"], "ca"), (["ca", "bc"], ""), (["xyz"], "cabcabcab"), (["a", "bca"], "c")]
 )
@@ -59,7 +58,6 @@ def test_texts_end_before_a_stop_text(writer, stop, want):
     assert "".join(shown) == want  # nothing of a stop text was shown before it was known for one
 
 
-@pytest.mark.slow
 def test_pieces_are_shown_as_they_come(writer):
     shown = []
     writer.stream("ab", max_tokens=5, show=shown.append)

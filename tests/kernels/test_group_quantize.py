@@ -197,7 +197,6 @@ def test_bytes_travel_with_their_scales():
     assert bool((back.scales == groups.scales).all())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "message"),
     [

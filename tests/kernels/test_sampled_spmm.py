@@ -642,7 +642,6 @@ def test_a_graph_is_planned_outside_of_jit():
         jax.jit(lambda csr: sparse_plan(csr).row_ids)(jax.tree.map(jnp.asarray, random_csr(0)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "message"),
     [

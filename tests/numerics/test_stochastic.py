@@ -122,7 +122,6 @@ def test_streams_of_different_keys_and_rows_have_nothing_in_common():
     assert len(np.unique(streams)) > streams.size - 20
 
 
-@pytest.mark.slow
 def test_a_key_for_rounding_does_nothing_else():
     key = hash_key(jnp.zeros(2, jnp.uint32))
     with pytest.raises(UserError, match="32 random bits at a time; got 8"):

@@ -510,7 +510,6 @@ def test_a_run_says_what_its_copies_take_and_which_gradients_are_not_quantized()
     assert said[2].endswith("in no dimension: whole.")
 
 
-@pytest.mark.slow
 def test_what_is_remembered_is_the_distance_of_copies_over_the_norm_of_masters():
     run, params, _ = prepared(Sdp4Bit())
     state = {path: WholeCopy(jnp.asarray(x + 0.5, jnp.bfloat16)) for path, x in heavy_tailed(1).items()}

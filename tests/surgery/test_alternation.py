@@ -242,6 +242,7 @@ def test_each_width_is_compiled_once(whole):
     assert phases[3:] == [["phase 3-cut"], ["phase 4-grow"]]
 
 
+@pytest.mark.slow
 def test_the_summary_says_what_each_phase_took(whole):
     folder, summary, _ = whole
     found = summary["phases"]
@@ -376,7 +377,6 @@ def test_sharded_parameters_shrink_and_grow_as_whole_ones_do(rows, tmp_path):
         np.testing.assert_allclose(two[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
 def test_mistakes_are_named(rows, tmp_path):
     for schedule, message in (
         (((4, 1.0), (3, 0.5)), r"begins and ends with the whole model.* got the shares 1, 0\.5\. Add a last phase"),

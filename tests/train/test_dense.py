@@ -217,7 +217,6 @@ def test_batches_and_rows_grow_during_a_run_and_a_part_of_it_goes_on_to_the_same
     assert found[:2] == pytest.approx(flops)
 
 
-@pytest.mark.slow
 def test_mfu_is_a_share_of_the_peak_that_is_named(texts, monkeypatch):
     program, data = program_of(small.experiment(texts), 8)
     run = Run(program, data)

@@ -346,7 +346,6 @@ def test_another_graph_does_not_resume(whole: dict[str, Any], path: str, tmp_pat
         loop.train(gcn(path, steps=48, data=other), workdir=tmp_path / "run", resume="must")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

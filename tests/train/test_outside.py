@@ -265,7 +265,6 @@ def test_a_skipped_step_leaves_running_means_as_they_were(user, strategy):
     assert all((after[0][name] != value).any() for name, value in before[0].items() if value.ndim)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

@@ -511,7 +511,6 @@ def test_a_graph_network_goes_on_in_a_phase(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
-@pytest.mark.slow
 def test_an_experiment_with_phases_is_data(user):
     experiment = grown(user)
     data = as_data.to_data(experiment)

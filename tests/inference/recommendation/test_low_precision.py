@@ -281,7 +281,6 @@ def test_a_gap_is_over_float32_whatever_the_search_may_take(dlrm):
     assert found.gap.value > 1e-6
 
 
-@pytest.mark.slow
 def test_what_has_more_bytes_than_a_wider_precision_is_not_tried(dlrm):
     """Rows of 16 numbers: 24 bytes in int8 and 40 under 16 of their own; 12 in int4 and under 4 of their own."""
     model, examples, limits = dlrm
@@ -294,7 +293,6 @@ def test_what_has_more_bytes_than_a_wider_precision_is_not_tried(dlrm):
     assert asked.choices(("table", model.configs[0].name)) == ("kmeans4", "kmeans2")
 
 
-@pytest.mark.slow
 def test_examples_of_one_label_are_refused(dlrm):
     """Their NE is no number, and a gap of no number is above no budget."""
     model, examples, limits = dlrm

@@ -161,7 +161,6 @@ def test_scores_are_to_the_bit_those_of_the_program_in_the_same_bucket(serve, di
         assert np.abs(called["logits"] - want["logits"][:count]).max() < 1e-6
 
 
-@pytest.mark.slow
 def test_requests_of_several_clients_are_one_batch_and_each_has_its_rows(serve, direct, held):
     client = serve()
     parts = [rows_of(count, seed=count) for count in (1, 2, 1, 3, 1)]
@@ -182,7 +181,6 @@ def test_requests_of_several_clients_are_one_batch_and_each_has_its_rows(serve, 
         assert np.array_equal(logits, direct.run(inputs_by_hand(rows, MOST))["logits"][: len(rows)])
 
 
-@pytest.mark.slow
 def test_nothing_is_compiled_after_the_start_whatever_comes(serve, scorer):
     client = serve()
     sizes = [(1, 0), (5, 3), (8, 1), (2, 2 * IDS_PER_ROW), (1, MOST * IDS_PER_ROW), (7, 11)]

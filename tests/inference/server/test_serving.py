@@ -90,7 +90,6 @@ def test_tokens_come_as_they_are_made(endless):
     assert end == "[DONE]"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_frees_its_slot(endless, streamed):
     aborted = metric(endless, "request_success_total", finished_reason="abort")
@@ -106,7 +105,6 @@ def test_a_client_that_leaves_frees_its_slot(endless, streamed):
     assert metric(endless, "request_success_total", finished_reason="abort") == aborted + 1
 
 
-@pytest.mark.slow
 def test_a_stop_text_frees_the_slot_too(endless):
     before = metric(endless, "generation_tokens_total")
     body = ask(endless, stop=["quick"], max_tokens=4000).json()

@@ -252,7 +252,6 @@ def test_interaction_order_is_two_to_the_number_of_layers(layers, x64):
     assert np.abs(values[middle + 1] - values[middle - 1]).max() > 1e-3 * scale  # order 1 is there
 
 
-@pytest.mark.slow
 def test_without_the_fm_block_the_stack_is_linear(x64):
     values = polynomial(2, zero_fm_block=True)
     assert np.abs(np.diff(values, n=2, axis=0)).max() < 1e-13 * np.abs(values).max()

@@ -161,7 +161,6 @@ def test_aggregation_equals_the_sequential_definition_and_with_weight_zero_chang
     np.testing.assert_array_equal(keypoints.aggregated(jnp.asarray(heat), axis, 0.0), heat)
 
 
-@pytest.mark.slow
 def test_peaks_are_what_no_neighbour_exceeds():
     heat = jnp.zeros((1, 1, 5, 5)).at[0, 0, 1, 1].set(0.5).at[0, 0, 1, 2].set(0.4).at[0, 0, 4, 4].set(0.2)
     found = np.asarray(keypoints.peaks(heat))[0, 0]

@@ -98,7 +98,6 @@ def test_perfect_maps_give_the_exact_points_whatever_the_order(order, aggregatio
         assert not found.regressed[n]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_perfect_maps_of_lesions_drawn_at_random_give_the_exact_points(seed):
     """Three of any angle and size, in quarters of their own; extremes of some coincide."""
@@ -120,7 +119,6 @@ def test_perfect_maps_of_lesions_drawn_at_random_give_the_exact_points(seed):
         assert same_crosses(found.diameters[n], one) < 1e-3
 
 
-@pytest.mark.slow
 def test_where_extremes_coincide_the_box_is_exact_and_the_short_diameter_is_the_regressed_one():
     oblique = crosses((32, 32), long=44, short=14, angle=0.8)
     outermost = np.asarray(keypoints.extremes(oblique[0]))

@@ -328,7 +328,6 @@ def test_rows_in_nvfp4_do_not_depend_on_the_rows_beside_them():
     np.testing.assert_array_equal(of_rows(rows), rows)
 
 
-@pytest.mark.slow
 def test_a_sharding_of_the_result_is_refused():
     x, w = arrays((16, 16), (16, 16))
     with pytest.raises(UserError, match=r"out_sharding must be None; got .*with_sharding_constraint"):

@@ -186,7 +186,6 @@ def test_integers_are_refused(dtype):
         codec.encode(jnp.zeros(32, dtype), "bdr_mx9")
 
 
-@pytest.mark.slow
 def test_names_are_formats_and_others_are_refused_with_the_list():
     assert all(find(name).scale != "e4m3" for name in WIRE_FORMATS)
     check_formats("Thing", first=None, second="bdr_mx9")

@@ -181,7 +181,6 @@ def test_trained_parameters_alone_get_gradients_those_of_one_device(sharding, fo
         assert path not in found.params or lies(found.params[path], spec)
 
 
-@pytest.mark.slow
 @in_every_way
 def test_gradients_of_inputs_come_back_by_example(sharding, form, accumulate, parts, trained):
     found, expected = on_devices(sharding, form, accumulate, parts, trained), on_one_device(parts)
@@ -189,7 +188,6 @@ def test_gradients_of_inputs_come_back_by_example(sharding, form, accumulate, pa
     assert lies(found.inputs["rows"], ROWS)
 
 
-@pytest.mark.slow
 @in_every_way
 def test_outputs_come_back_by_example(sharding, form, accumulate, parts, trained):
     found, expected = on_devices(sharding, form, accumulate, parts, trained), on_one_device(parts)

@@ -277,7 +277,6 @@ def test_sums_of_finished_scores_equal_those_of_the_devices():
         np.testing.assert_allclose(getattr(host, field.name), getattr(device, field.name), rtol=1e-6)  # float32
 
 
-@pytest.mark.slow
 def test_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"\[B, 1\]"):
         metrics.update(metrics.zeros(1), jnp.zeros(8), jnp.zeros(8), jnp.ones(8))

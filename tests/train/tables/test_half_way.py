@@ -360,7 +360,6 @@ def test_what_does_not_go_with_towers_on_hosts_is_refused(rows, changes, words):
         bound(rows, **changes)
 
 
-@pytest.mark.slow
 def test_tables_that_a_plan_does_not_name_are_striped_in_the_host_of_their_tower(rows):
     plan = ShardingPlan(
         tables=(TablePlan(table="c7", kind="table_wise", ranks=(3,)), TablePlan(table="c1", kind="table_row_wise"))

@@ -43,7 +43,6 @@ def test_rows_do_not_depend_on_each_other_and_zeros_stay_zeros(compressor):
     np.testing.assert_array_equal(back(compressor, x, key_of(compressor))[::2], together[::2])
 
 
-@pytest.mark.slow
 @ALL
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_never_finite(compressor, value):
@@ -82,7 +81,6 @@ def test_it_is_as_biased_as_it_says(compressor):
     assert (distance < 4) == (compressor.traits.mean == "unbiased"), distance
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [-100, 100])
 @pytest.mark.parametrize("compressor", OF_ANY_SIZE.values(), ids=OF_ANY_SIZE)
 def test_values_of_any_size_come_back_alike(compressor, exponent):
