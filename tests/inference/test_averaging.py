@@ -45,6 +45,7 @@ def test_a_run_opens_by_a_path_from_here(run, monkeypatch):
     assert np.isfinite(opened.source.read("embed/weight", None)).all()
 
 
+@pytest.mark.slow
 def test_a_run_brings_its_rules_for_number_formats(run):
     folder, experiment = run
     rules = (QuantizationRule(weight_qtype="bdr_mx6"),)
@@ -54,6 +55,7 @@ def test_a_run_brings_its_rules_for_number_formats(run):
     assert run_model.open_run(*run).quantization == ()
 
 
+@pytest.mark.slow
 def test_too_few_checkpoints_are_refused(run):
     with pytest.raises(UserError, match=r"--average 3: .* has 2 checkpoints up to there \(1, 2\)"):
         run_model.open_run(*run, step=2, average=3)

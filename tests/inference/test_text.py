@@ -46,6 +46,7 @@ def test_a_prompt_is_continued(writer):
     assert (got.prompt, got.text, got.ended) == ("ab", "cabcabc", "length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "want"), [(["bc"], "ca"), (["ca", "bc"], ""), (["xyz"], "cabcabcab"), (["a", "bca"], "c")]
 )
@@ -58,12 +59,14 @@ def test_texts_end_before_a_stop_text(writer, stop, want):
     assert "".join(shown) == want  # nothing of a stop text was shown before it was known for one
 
 
+@pytest.mark.slow
 def test_pieces_are_shown_as_they_come(writer):
     shown = []
     writer.stream("ab", max_tokens=5, show=shown.append)
     assert [piece for piece in shown if piece] == ["c", "a", "b", "c", "a"]
 
 
+@pytest.mark.slow
 def test_characters_of_several_bytes_are_shown_whole(writer):
     watch = text._Watch([writer.tokenizer.stream()], (), (shown := []).append)
     for n in range(1, 5):
@@ -127,6 +130,7 @@ def test_every_prompt_has_its_samples_in_order_whatever_the_batch(writer):
     assert writer.complete(["a", "b"], max_tokens=6, sampling=hot, samples=3, batch_size=2) == found
 
 
+@pytest.mark.slow
 def test_names_of_special_tokens_are_these_tokens_in_prompts_and_stops(writer):
     assert writer.encode("a<|eos|>") == [256, 97, 257]
     assert writer.encode("<|bos|>a") == [256, 97]  # not twice
@@ -149,11 +153,13 @@ def test_models_without_their_tokenizer_are_refused(tmp_path):
         text.open_writer(model, make_mesh(MeshShape(), jax.devices()[:1]))
 
 
+@pytest.mark.slow
 def test_several_samples_that_would_be_the_same_are_refused(writer):
     with pytest.raises(UserError, match="all 2 would be the same"):
         writer.complete(["a"], max_tokens=3, samples=2)
 
 
+@pytest.mark.slow
 def test_an_empty_stop_is_refused(writer):
     with pytest.raises(UserError, match="--stop must be a text of at least one character"):
         writer.complete(["a"], max_tokens=3, stop=[""])

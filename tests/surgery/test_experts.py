@@ -74,6 +74,7 @@ def test_a_mixture_of_depths_becomes_one_with_experts_and_with_auxiliary_routers
     assert set(made.params) - set(before.params) == {"layers/auxiliary_in", "layers/auxiliary_out"}
 
 
+@pytest.mark.slow
 def test_every_expert_becomes_as_many_as_every_other():
     few, fresh = drawn(Experts(count=2), 0), drawn(Experts(count=6), 1)
     up = Upcycle().operate(few, fresh).params["layers/mlp/up"][...]
@@ -81,6 +82,7 @@ def test_every_expert_becomes_as_many_as_every_other():
         np.testing.assert_array_equal(up[:, expert], few.params["layers/mlp/up"][:, expert // 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "surgery", "message"),
     [

@@ -241,6 +241,7 @@ def test_a_checkpoint_scores_as_its_run_did(whole: dict[str, Any], path: str) ->
     assert again["test_accuracy"] == whole["test_accuracy"]
 
 
+@pytest.mark.slow
 def test_scoring_may_read_fewer_edges_than_training(path: str) -> None:
     model = GcnConfig(hidden=8, eval_sampling=Sampling(width=2))
     data = gcn(path).data.build()

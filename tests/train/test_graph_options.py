@@ -174,6 +174,7 @@ def test_averages_are_those_of_the_parameters_and_may_be_scored(path: str, x64: 
     assert averaged == scores_of(plain, state, data, "test")["loss"]
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_and_have_no_optimizer_state(path: str) -> None:
     experiment = gcn(path, optimizer=ADAM, trainable="layers/1/.*")
     fresh = bind(experiment).init()

@@ -197,6 +197,7 @@ def test_a_finished_run_is_not_trained_again(run, rows):
     assert files() == before
 
 
+@pytest.mark.slow
 def test_resume_never_refuses_a_folder_with_a_run_and_must_one_without(run, rows, tmp_path):
     experiment = small_run.experiment(rows)
     before = (run / "metrics.jsonl").read_bytes()

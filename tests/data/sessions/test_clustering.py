@@ -149,6 +149,7 @@ def test_an_engine_that_shuffles_by_partition_writes_the_same_rows(source: pathl
     assert pl.from_arrow(read(source.parent / "out")).equals(by_hand)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_clustering_saves_bytes_and_says_how_many(tmp_path: pathlib.Path) -> None:
     log = SessionLog(sessions=1500, samples=16, repeat=0.9, user_groups=(2,), user_ids=60, rows=100_000, dense=1)
     for codec in ("zstd", "snappy"):

@@ -60,6 +60,7 @@ def test_a_layer_is_the_norm_of_modules_and_shortcut(ensemble, outputs, randomis
     np.testing.assert_allclose(call(layer), norm(p["norm"], together + short), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [LinearCompression(outputs=OUT), CROSS, FM], ids=lambda m: type(m).__name__)
 def test_with_one_module_every_ensemble_is_module_and_shortcut(module, randomised, numpy_parameters, x64):
     for ensemble in ("concat", "sum", "weighted"):

@@ -176,6 +176,7 @@ def test_towers_without_modules_are_the_flat_model_to_the_bit_however_features_a
         assert config.task(schema).dense_parameters() == base.task(schema).dense_parameters()
 
 
+@pytest.mark.slow
 def test_linear_modules_are_a_block_diagonal_map_after_a_flat_lookup(schema, examples, randomised, x64):
     config = TowersConfig(base=DLRM, towers=UNEQUAL, modules=(DlrmTower(dim=D, mixed=2, each=0),))
     mixing = dataclasses.replace(config, modules=(LinearCompression(outputs=2),))

@@ -81,6 +81,7 @@ def attended(f, g, s, kind, reduce="max"):
 KINDS = [("prototype", "max"), ("dense", "max"), ("dense", "mean")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "reduce"), KINDS)
 def test_attention_is_the_literal_sum_and_bounded(kind, reduce):
     f, g, s = random_features()

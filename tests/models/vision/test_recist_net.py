@@ -98,6 +98,7 @@ def test_perfect_maps_give_the_exact_points_whatever_the_order(order, aggregatio
         assert not found.regressed[n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_perfect_maps_of_lesions_drawn_at_random_give_the_exact_points(seed):
     """Three of any angle and size, in quarters of their own; extremes of some coincide."""

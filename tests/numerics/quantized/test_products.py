@@ -110,6 +110,7 @@ def test_gradients_without_a_format_meet_what_the_forward_product_took():
         agree(a, b)
 
 
+@pytest.mark.slow
 def test_a_side_without_a_format_stays_as_it_is():
     x, w, g = arrays((64, 48), (48, 32), (64, 32))
     y, pull = jax.vjp(product(QuantizationRule(weight_qtype="bdr_mx6", bwd_qtype="bdr_mx9")), x, w)

@@ -141,6 +141,7 @@ def test_experts_that_are_quantized_become_plain_ones(mixtral, tmp_path):
             np.testing.assert_array_equal(plain.source.read(f"layers/mlp/{path}", 0), want)
 
 
+@pytest.mark.slow
 def test_the_dtype_that_weights_had_is_what_they_are_decoded_to(tmp_path):
     write_model(tmp_path / "theirs", dtype="bfloat16")
     quantize(tmp_path / "theirs", tmp_path / "out", "mxfp8_e4m3")
@@ -224,6 +225,7 @@ def test_codes_of_nan_are_counted(theirs, tmp_path):
         read_weights(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "role", "value", "words"),
     [

@@ -43,6 +43,7 @@ def test_rows_do_not_depend_on_each_other_and_zeros_stay_zeros(compressor):
     np.testing.assert_array_equal(back(compressor, x, key_of(compressor))[::2], together[::2])
 
 
+@pytest.mark.slow
 @ALL
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_never_finite(compressor, value):

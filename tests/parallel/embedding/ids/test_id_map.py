@@ -139,6 +139,7 @@ def test_large_batches_of_hashed_ids_follow_the_model(policy):
     assert_equal({name: leaf for name, leaf in state.items() if name != "counts"}, model.arrays())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_order_of_a_batch_changes_nothing(config):
     rng = np.random.default_rng(0)
