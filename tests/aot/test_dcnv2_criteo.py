@@ -1,4 +1,4 @@
-"""MLPerf's DLRM-DCNv2 on two pods: it fits, and its exchange moves what the sizes of its tables say."""
+"""MLPerf's DLRM-DCNv2 on a part of a pod: it fits, and its exchange moves what the sizes of its tables say."""
 
 import math
 
@@ -30,10 +30,9 @@ def exchange_bytes(devices):
     return devices * max(wanted) * (4 + 2 * 4 * DIM)
 
 
-@pytest.mark.parametrize("name", ["v5p:4x4x4", "v6e:8x16"])
-def test_it_fits_and_its_exchange_moves_what_the_tables_say(name, monkeypatch, tmp_path):
+def test_it_fits_and_its_exchange_moves_what_the_tables_say(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the logs are not here
-    found = plan.plan(dcnv2.criteo(), name)
+    found = plan.plan(dcnv2.criteo(), "v5p:4x4x4")
     assert found.memory.fits
     tables = found.memory.bytes_per_chip["tables"]
     assert tables == pytest.approx(sum(ROWS) * DIM * 4 / found.topology.chips, rel=0.05)
