@@ -35,8 +35,8 @@ def main() -> None:
     if os.environ.get("CI_COMPILE_CACHE") == "none" or cpu() == "unknown":
         return
     home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "scalejax-ci"
-    told = [importlib.metadata.version("jaxlib"), cpu(), os.environ.get("XLA_FLAGS", "")]
-    folder = home / hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+    key = [importlib.metadata.version("jaxlib"), cpu(), os.environ.get("XLA_FLAGS", "")]
+    folder = home / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     home.chmod(0o700)
     if size(folder) > LARGEST_BYTES:
