@@ -50,13 +50,15 @@ def windows(folder):
     return [r for r in read_lines(folder / "metrics.jsonl") if r["kind"] == "window"]
 
 
+def train_whole(rows, folder):
+    """A run without interruption, scored every four steps, nothing ahead; step 6 saved in full and 12 on top of it."""
+    whole = experiment(rows, evaluation__every=4, checkpoints=Checkpoints(every=6), tables__full_every=18)
+    return folder, loop.train(whole, workdir=folder)
+
+
 @pytest.fixture(scope="module")
 def trained(rows, tmp_path_factory):
-    """A run without interruption, scored every four steps, nothing ahead; step 6 saved in full and 12 on top of it."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    return folder, loop.train(
-        experiment(rows, evaluation__every=4, checkpoints=Checkpoints(every=6), tables__full_every=18), workdir=folder
-    )
+    return train_whole(rows, tmp_path_factory.mktemp("trained") / "run")
 
 
 @pytest.mark.slow
@@ -77,20 +79,22 @@ def test_counters_of_the_maps_stand_in_the_metrics(trained):
 
 @pytest.mark.slow
 @pytest.mark.compiled_as_users_do
-def test_a_pipelined_run_that_was_stopped_equals_one_that_was_not_and_scoring_changes_nothing(trained, rows, tmp_path):
+def test_a_pipelined_run_that_was_stopped_equals_one_that_was_not_and_scoring_changes_nothing(rows, tmp_path):
     """It goes on from a checkpoint of touched rows: evicted ones count among them."""
+    whole, _ = train_whole(rows, tmp_path / "whole")
     ahead = experiment(
         rows, tables__pipeline="ids", evaluation__every=0, checkpoints=Checkpoints(every=3), tables__full_every=12
     )
-    loop.train(dataclasses.replace(ahead, steps=6), workdir=tmp_path)
-    loop.train(ahead, workdir=tmp_path)
-    by_step = {r["step"]: r for r in windows(tmp_path)}
-    expected = {r["step"]: r for r in windows(trained[0])}
+    parts = tmp_path / "parts"
+    loop.train(dataclasses.replace(ahead, steps=6), workdir=parts)
+    loop.train(ahead, workdir=parts)
+    by_step = {r["step"]: r for r in windows(parts)}
+    expected = {r["step"]: r for r in windows(whole)}
     # The stopped run also has a window that ends where it stopped.
     assert by_step[4] == expected[4]
     counters = [name for name in expected[12] if name.startswith(("id_", "lifetime_"))]
     assert {name: by_step[12][name] for name in counters} == {name: expected[12][name] for name in counters}
-    one, other = stored(ahead, tmp_path), stored(ahead, trained[0])
+    one, other = stored(ahead, parts), stored(ahead, whole)
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
