@@ -37,10 +37,8 @@ def kernels(text):
     return {i.name.partition(".")[0] for i in calls if '"tpu_custom_call"' in i.attributes}
 
 
-CASES = [
-    *((chip, model) for chip in ("v5e", "v5p", "v6e") for model in ("Mixtral", "MoMa")),
-    ("v6e", "Mixtral, ragged"),
-]
+CASES = [("v5e", "Mixtral"), ("v5p", "MoMa"), ("v6e", "Mixtral, ragged")]
+"""One a chip: a step compiles for half a minute."""
 
 
 @pytest.mark.parametrize(("chip", "model"), CASES)
@@ -54,9 +52,8 @@ def test_a_step_has_its_kernels_and_the_bytes_of_the_formula(script, chip, model
     assert {c.kind for c in travels} == {"ragged-all-to-all" if "ragged" in model else "all-to-all"}
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
-def test_the_option_parts_every_exchange_in_two(script, chip):
-    waiting, apart = (script.schedule(script.compiled(chip, "MoMa", *flags)[0]) for flags in ((), (script.ASYNC,)))
+def test_the_option_parts_every_exchange_in_two(script):
+    waiting, apart = (script.schedule(script.compiled("v5p", "MoMa", *flags)[0]) for flags in ((), (script.ASYNC,)))
     assert len(waiting) == len(apart) == 8
     assert all(one.beside is None for one in waiting)
     assert all(one.beside is not None for one in apart)

@@ -66,7 +66,7 @@ CHANGES_NOTHING = ("host memory", "scaled")
 """Compared with one device without it."""
 CASES = covering(
     [
-        (strategy, parts, extra, strategy.split()[0])
+        (strategy, parts, extra, "implicit" in strategy)
         for strategy in reversed(STRATEGIES)  # HYBRID_SHARD, which cuts and copies, is taken before the others
         if "local" not in strategy
         for parts in (2, 1)
