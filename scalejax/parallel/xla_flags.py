@@ -11,10 +11,11 @@ order of sums.
 A recipe names them: `Experiment(xla_flags=("gpu-latency-hiding",))`.
 """
 
+import collections
 import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from scalejax.errors import UserError
 
@@ -32,11 +33,20 @@ class FlagSet:
       platform: Whose compiler knows them.
       why: What they are for.
       options: ((name, value), ...).
+      at_most: ((kind of device, devices of a slice), ...): on larger slices of that kind the compiler refuses programs
+        under these options.
     """
 
     platform: Platform
     why: str
     options: tuple[tuple[str, Value], ...]
+    at_most: tuple[tuple[str, int], ...] = ()
+
+    def compiles_on(self, devices: Iterable[Any]) -> bool:
+        """Whether no slice among the devices is too large."""
+        slices = collections.Counter((d.device_kind, getattr(d, "slice_index", 0)) for d in devices)
+        limits = dict(self.at_most)
+        return all(count <= limits.get(kind, count) for (kind, _), count in slices.items())
 
 
 SETS: dict[str, FlagSet] = {
@@ -62,6 +72,7 @@ SETS: dict[str, FlagSet] = {
         "tpu",
         "Exchanges of embedding rows start early and end late; without it v5p and v6e wait for each of them.",
         (("xla_tpu_enable_async_all_to_all", True),),
+        at_most=(("TPU v5 lite", 16),),
     ),
     "tpu-async-all-reduce": FlagSet(
         "tpu",
@@ -154,18 +165,20 @@ def check(names: Iterable[str]) -> None:
         compiler_options(names, platform)
 
 
-def compiler_options(names: Iterable[str], platform: str) -> dict[str, Value]:
+def compiler_options(names: Iterable[str], platform: str, devices: Iterable[Any] = ()) -> dict[str, Value]:
     """The options of several sets, for `jax.jit(..., compiler_options=...)` or `lowered.compile(compiler_options=...)`.
 
     Args:
       names: Keys of `SETS`.
       platform: What is compiled for: "tpu", "gpu" (or "cuda"), "cpu". Sets of other platforms are left out, so that a
         recipe may name those of all machines that it is meant for.
+      devices: Those that run the program; sets that their compiler refuses (`FlagSet.at_most`) are left out too.
 
     Raises:
       UserError: a name does not exist, or two sets of this platform disagree.
     """
     wanted = "gpu" if platform in ("cuda", "rocm") else platform
+    devices = tuple(devices)
     chosen: dict[str, Value] = {}
     origin: dict[str, str] = {}
     for name in names:
@@ -173,7 +186,7 @@ def compiler_options(names: Iterable[str], platform: str) -> dict[str, Value]:
             near = difflib.get_close_matches(name, SETS, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(SETS)}."
             raise UserError(f"xla_flags: there is no set {name!r}. {hint}")
-        if SETS[name].platform != wanted:
+        if SETS[name].platform != wanted or not SETS[name].compiles_on(devices):
             continue
         for option, value in SETS[name].options:
             if chosen.setdefault(option, value) != value:

@@ -200,8 +200,9 @@ class Program:
 
     @functools.cached_property
     def compiler_options(self) -> dict[str, xla_flags.Value] | None:
-        """Options of XLA that the run names, for the platform of its devices; None = none."""
-        return xla_flags.compiler_options(self.experiment.xla_flags, self.mesh.devices.flat[0].platform) or None
+        """Options of XLA that the run names, as far as its devices know them; None = none."""
+        devices = self.mesh.devices.flat
+        return xla_flags.compiler_options(self.experiment.xla_flags, devices[0].platform, devices) or None
 
     @functools.cached_property
     def placements(self) -> tuple[ParameterPlacement, ...]:

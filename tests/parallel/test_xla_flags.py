@@ -1,3 +1,5 @@
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,3 +44,20 @@ def test_refuses_unknown_names_and_sets_that_disagree():
         xla_flags.compiler_options(["gpu-latency-hidng"], "gpu")
     with pytest.raises(UserError, match="'gpu-large-messages' and 'gpu-separate-all-reduces' disagree about"):
         xla_flags.compiler_options(["gpu-large-messages", "gpu-separate-all-reduces"], "gpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "slices", "known"),
+    [
+        ("TPU v5 lite", (16,), True),
+        ("TPU v5 lite", (32,), False),
+        ("TPU v5 lite", (16, 16), True),
+        ("TPU v6 lite", (64,), True),
+    ],
+)
+def test_a_set_is_left_out_where_the_compiler_refuses_it(kind, slices, known):
+    devices = [
+        types.SimpleNamespace(device_kind=kind, slice_index=n) for n, size in enumerate(slices) for _ in range(size)
+    ]
+    found = xla_flags.compiler_options(["tpu-async-all-to-all"], "tpu", devices)
+    assert found == ({"xla_tpu_enable_async_all_to_all": True} if known else {})
