@@ -49,9 +49,7 @@ def test_a_tpu_sends_what_is_stated(method):
         assert sent == {"collective-permute": 2 * (pair + integers) + 2 * pair}
 
 
-@pytest.mark.parametrize(
-    ("chip", "method"), [("v5e:2x2", "pass_kv"), ("v5p:2x2x1", "pass_q"), ("v5e:2x2", "decode")]
-)
+@pytest.mark.parametrize(("chip", "method"), [("v5e:2x2", "pass_kv"), ("v5p:2x2x1", "pass_q"), ("v5e:2x2", "decode")])
 def test_transfers_of_a_prompt_run_beside_kernels(chip, method):
     """Of each array n - 1. Keys and values are on their way while a kernel runs; queries, which are fewer, while one
     does or while results are put together, as the compiler finds best. It sends all positions at the start. There are

@@ -42,6 +42,15 @@ FORMS = {
     },
     "one query": {"dtype": jnp.bfloat16, "queries": 1, "keys": 1000, "arrays": {"query_offset": (2,)}},
     "odd lengths": {"dtype": jnp.bfloat16, "queries": 100, "keys": 1300, "mask": "full"},
+    "nothing hidden, heads of 40": {"dtype": jnp.bfloat16, "width": 40, "mask": "full"},
+    "nothing hidden, heads of 160": {
+        "dtype": jnp.bfloat16,
+        "width": 160,
+        "queries": 256,
+        "keys": 256,
+        "mask": "full",
+    },
+    "odd lengths, heads of 80": {"dtype": jnp.bfloat16, "width": 80, "queries": 1000, "keys": 1000, "window": 300},
 }
 
 

@@ -109,6 +109,16 @@ def test_interpreted_kernels_equal_the_reference_with_gradients(implementation, 
     assert_matches_reference(implementation, CASES[name], interpret=True)
 
 
+@pytest.mark.parametrize("implementation", SMALL_BLOCKS)
+def test_kernels_are_traced_where_nothing_is_hidden_and_blocks_divide(implementation):
+    x = jax.ShapeDtypeStruct((1, 128, 2, 16), jnp.float32)
+
+    def loss(*operands):
+        return flash_attention(*operands, mask="full", implementation=implementation, interpret=True)[0].sum()
+
+    assert jax.eval_shape(jax.grad(loss, argnums=(0, 1, 2)), x, x, x) == (x, x, x)
+
+
 def test_the_gradients_of_keys_on_a_gpu_are_sums_over_the_query_heads_that_read_them():
     """One kernel of one block, whose six query heads read two of keys by threes, against NumPy."""
     rng = np.random.default_rng(0)

@@ -463,8 +463,8 @@ class Plan:
         if self.keys % self.key_block:
             is_key = key_place < self.keys
             visible = is_key if visible is None else visible & is_key
-        assert visible is not None  # else every pair is whole
-        return jnp.broadcast_to(visible, shape)
+        # Where nothing hides a key every pair is whole, and nobody takes this branch.
+        return jnp.full(shape, True) if visible is None else jnp.broadcast_to(visible, shape)
 
     def pad_queries(self, x: jax.Array) -> jax.Array:
         """[B, S, H, D] -> [B, H, padded, D]."""
