@@ -47,6 +47,17 @@ def count(traced: jax.stages.Traced | core.ClosedJaxpr) -> MatmulFlops:
     return MatmulFlops(dict(sums), unbounded)
 
 
+def has_convolutions(traced: core.ClosedJaxpr) -> bool:
+    """Whether a convolution is anywhere in a traced function."""
+
+    def inside(jaxpr: core.Jaxpr) -> bool:
+        return any(
+            eqn.primitive.name == "conv_general_dilated" or any(map(inside, _inner(eqn.params))) for eqn in jaxpr.eqns
+        )
+
+    return inside(traced.jaxpr)
+
+
 def _walk(jaxpr: core.Jaxpr, times: int, sums: collections.Counter[tuple[str, str]]) -> int:
     """Adds the FLOPs of a jaxpr that runs `times` times; returns the number of loops without a trip count."""
     unbounded = 0

@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError, check_at_least
+from scalejax.numerics import flops
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.blocks import (
@@ -595,10 +596,13 @@ class GradientFunction:
 
         scanned = (inputs, rows, batch, each)
         first = jax.tree.map(lambda x: x[0], scanned)
-        shapes = added(jax.eval_shape(part, whole.exchange, carried, first))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        traced, found = jax.make_jaxpr(part, return_shape=True)(whole.exchange, carried, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), added(found))
+        # On a CPU gradients of convolutions take ten times as long inside of a loop.
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        unroll = self.parts if on_cpu and flops.has_convolutions(traced) else 1
         begun = (zeros, whole.exchange, carried)
-        ((total, weight, sums, params), state, carried), stacked = jax.lax.scan(step, begun, scanned)
+        ((total, weight, sums, params), state, carried), stacked = jax.lax.scan(step, begun, scanned, unroll=unroll)
         outputs, inputs, rows = jax.tree.map(join, stacked)
         return LossAndGradients(total, weight, sums, outputs, params, inputs, {**carried, **rows}, state)
 

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -499,3 +500,22 @@ def test_a_loss_returns_every_variable(strategy):
     batch, others = placed(run.mesh)
     with pytest.raises(UserError, match=r"was given the variables \['mean', 'queue'\] and returned \[\]"):
         jax.eval_shape(functools.partial(run, **others), params, batch)
+
+
+@pytest.mark.parametrize(("name", "unroll"), [("convolution", 4), ("product", 1)])
+def test_on_a_cpu_parts_of_convolutions_are_no_loop(name, unroll):
+    """Gradients of convolutions take ten times as long in a loop there."""
+
+    def loss(given):
+        filters = given.gather(dict(given.params))["filters"]
+        if name == "product":
+            return Loss((given.batch @ filters[0, 0]).sum(), jnp.float32(1)), {}
+        y = jax.lax.conv_general_dilated(
+            given.batch, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return Loss(y.sum(), jnp.float32(1)), {}
+
+    mesh = meshes.make_mesh(MeshShape(fsdp=1), jax.devices()[:1])
+    of_parts = gradients(loss, FULL, mesh=mesh, specs={"filters": P()}, parts=4)
+    traced = str(jax.make_jaxpr(of_parts)({"filters": jnp.ones((3, 3, 2, 2))}, jnp.ones((8, 4, 4, 2))))
+    assert re.findall(r"unroll=(\d+)", traced) == [str(unroll)]
