@@ -1,6 +1,5 @@
 """Processes of one run: one that is killed, stopped, absent or asked to end, and what becomes of the others."""
 
-import itertools
 import re
 import signal
 import time
@@ -44,16 +43,15 @@ def whole(recipes, tmp_path_factory):
 
 
 ENDED = {"both asked": (15, (0, 1)), "one asked": (15, (1,)), "one killed": (9, (1,)), "0 killed": (9, (0,))}
-DEFAULT = [
+CASES = [
     ("both asked", "compile", "click"),
     ("one asked", "step", "click"),
     ("one killed", "step", "click"),
     ("0 killed", "save", "click"),
+    ("both asked", "evaluation", "graph"),
+    ("one asked", "save", "text"),
 ]
-CASES = [
-    pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow)
-    for case in itertools.product(ENDED, ("compile", "step", "save", "evaluation"), SETS)
-]
+"""Each moment, each way and each kind: a case is three runs of two processes. `train/test_preemption.py` has more."""
 
 
 @pytest.mark.parametrize(("ended", "moment", "kind"), CASES)

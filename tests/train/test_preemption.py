@@ -12,6 +12,7 @@ import time
 
 import pytest
 import typed_run
+from covering import covering
 
 from scalejax import configs
 from scalejax.configs import serialization
@@ -58,6 +59,17 @@ def assert_left_in_order(run, workdir):
     assert max(recorded, default=0) <= max(typed_run.saved(workdir), default=0)
 
 
+ENDED = covering(
+    [
+        (number, moment, kind)
+        for number in (signal.SIGTERM, signal.SIGKILL)
+        for moment in ("compile", "step", "save", "evaluation")
+        for kind in SETS
+    ],
+    columns=[(0, 1)],
+)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_asked_to_end_goes_on_to_the_same_bits(recipes, tmp_path):
     """One case of the product below, in which this process, on as many devices, is the one that goes on."""
@@ -76,9 +88,7 @@ def test_a_run_that_is_asked_to_end_goes_on_to_the_same_bits(recipes, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SETS)
-@pytest.mark.parametrize("moment", ["compile", "step", "save", "evaluation"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(("number", "moment", "kind"), ENDED, ids=str)
 def test_a_run_that_is_ended_at_any_moment_goes_on_to_the_same_bits(recipes, whole, tmp_path, number, moment, kind):
     workdir = tmp_path / "run"
     run = typed_run.start(arguments(recipes, kind, workdir), 1, tmp_path)
