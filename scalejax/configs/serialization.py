@@ -29,8 +29,9 @@ _FROM_FILES: dict[str, Callable[[object, str], object]] = {
     "tables.sharding": ShardingPlan.from_json,
     "model.towers": Partition.from_json,
 }
-_MAY_DIFFER = "xla_flags"
-"""Options of the compiler: a recipe may learn better ones, and a run goes on with them. What a user set stays set."""
+_MAY_DIFFER = ("xla_flags", "strategy.form", "strategy.reduce_dtype")
+"""Options of the compiler, and how gradients are summed: a recipe may learn better ones, and a run goes on with them.
+What a user set stays set."""
 
 
 def record(recipe: str, sets: Sequence[str], experiment: "Experiment") -> Record:

@@ -116,6 +116,23 @@ def make_mesh(shape: MeshShape | None, devices: Sequence[Any] | None = None) -> 
     return jax.make_mesh(shape.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
+def torus_sides(mesh: Mesh | AbstractMesh, axis: str) -> tuple[int, ...]:
+    """Chips along each side of the torus over which an axis of the mesh lies, that which changes least often first.
+
+    One number, the size of the axis, where it lies along one side, over several slices, or on devices without places.
+    """
+    size = mesh.shape[axis]
+    if isinstance(mesh, AbstractMesh):
+        return (size,)
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(size, -1)[:, 0]
+    if size == 1 or not hasattr(devices[0], "coords"):
+        return (size,)
+    places = np.array([device.coords for device in devices])
+    turns = (np.diff(places, axis=0) != 0).sum(axis=0)
+    sides = [len(set(places[:, k])) for k in np.argsort(turns, kind="stable")]
+    return tuple(side for side in sides if side > 1) if math.prod(sides) == size else (size,)
+
+
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Examples (dimension 0) over the batch axes."""
     return NamedSharding(mesh, P(BATCH_AXES))

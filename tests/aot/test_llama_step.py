@@ -1,6 +1,7 @@
 """The step of a Llama on eight chips with attention kernels forced: it compiles, fits, and moves what it should."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.parallel import xla_flags
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import plan_program, topology
-from scalejax.plan.compiled import memory
+from scalejax.plan import plan_program, run, topology
+from scalejax.plan.compiled import collectives, hlo, memory
 from scalejax.train.runs import binding
 
 pytestmark = pytest.mark.aot
@@ -77,3 +78,25 @@ def test_state_on_the_host_and_options_by_name_reach_the_compiler():
         3 * whole / 8, rel=0.05
     )  # two moments of AdamW, and tiles
     assert found.argument_size_in_bytes < 0.01 * whole
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2x2", "v6e:4x4"])
+def test_recipes_sum_gradients_in_float32_and_in_little_more_bytes_than_a_reduce_scatter(name):
+    """The compiler makes an all-reduce of a reduce-scatter over several sides of a torus; of one side, of most."""
+    experiment = llama.tiny()
+    machine = topology.parse(name)
+    mesh, _ = topology.make_mesh(machine, MeshShape())
+    program = binding.bind(experiment, experiment.data.schema(), mesh)
+    with run.no_compile_cache():
+        text = program.train_step.lower(program.abstract_state(), program.abstract_batch()).compile().as_text()
+    module = hlo.parse(text)
+    numbers = {"bf16": 0, "f32": 0}
+    for execution in module.executions():
+        for i in execution.computation.instructions:
+            if i.opcode.removesuffix("-start") in ("all-reduce", "reduce-scatter"):
+                for array in i.arrays:
+                    numbers[array.dtype] += math.prod(array.dims) * execution.count
+    whole = sum(p.size for p in program.model.params.values())
+    assert numbers["bf16"] < 2000 < numbers["f32"]  # norms, gathered as a sum
+    sums = [c for c in collectives.of_module(module, mesh) if c.kind in ("all-reduce", "reduce-scatter")]
+    assert sum(c.minimum_bytes for c in sums) < 0.75 * collectives.minimum_bytes("all-reduce", 4 * whole, mesh.size)

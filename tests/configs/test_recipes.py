@@ -13,6 +13,7 @@ from scalejax.configs import discovery
 from scalejax.configs.recsys import logistic
 from scalejax.data.text import stages
 from scalejax.errors import UserError
+from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.runs import binding
@@ -47,6 +48,13 @@ def test_model_fits_the_columns_of_its_data(name: str) -> None:
     program = binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
     assert sum(p.size for p in program.model.params.values()) == program.task.dense_parameters()
     assert ("tpu-async-all-to-all" in experiment.xla_flags) is bool(program.collection)
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_language_models_sum_gradients_in_float32(name: str) -> None:
+    strategy = configs.load(name).strategy
+    if isinstance(strategy, Fsdp):  # others say of their own what travels in how many bits
+        assert (strategy.form, strategy.reduce_dtype) == ("explicit", "float32")
 
 
 @pytest.mark.default_cases(first=8)

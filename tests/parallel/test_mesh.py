@@ -69,3 +69,23 @@ def test_processes_are_consecutive_along_the_mesh():
 
 def test_a_default_mesh_covers_all_devices():
     assert meshes.make_mesh(MeshShape()).size == len(jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("places", "sides"),
+    [
+        ([(x, y, z) for x in range(4) for y in range(4) for z in range(2)], (4, 4, 2)),
+        ([(x, y, 0) for y in range(2) for x in (range(4), range(3, -1, -1))[y]], (2, 4)),
+        ([(x, 0, 0) for x in range(4)], (4,)),
+        ([(x, 0, 0) for _ in range(2) for x in range(4)], (8,)),
+        (None, (8,)),
+    ],
+    ids=["a torus", "a snake", "a ring", "two slices", "no places"],
+)
+def test_sides_of_a_torus_are_those_that_its_chips_lie_along(places, sides):
+    places = [None] * 8 if places is None else places
+    chips = [types.SimpleNamespace() if at is None else types.SimpleNamespace(coords=at) for at in places]
+    grid = np.empty((len(chips), 1), object)
+    grid[:, 0] = chips
+    mesh = types.SimpleNamespace(shape={"fsdp": len(chips), "tensor": 1}, axis_names=("fsdp", "tensor"), devices=grid)
+    assert meshes.torus_sides(mesh, "fsdp") == sides

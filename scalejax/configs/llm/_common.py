@@ -6,6 +6,13 @@ from scalejax.parallel.rules import LLM
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Gradients, Placement
 from scalejax.train.protocols import DataConfig, ModelConfig
 
+SUMS_IN_FLOAT32 = Fsdp(form="explicit", reduce_dtype="float32")
+"""Gradients are summed in float32, by reduce-scatters.
+
+In the implicit form the compiler sums them in the dtype of the matrix product, bfloat16, and gives every device the
+whole sum.
+"""
+
 
 def experiment(
     *,
@@ -24,7 +31,7 @@ def experiment(
         data=data,
         steps=steps,
         optimizer=optimizer,
-        strategy=strategy or Fsdp(),
+        strategy=strategy or SUMS_IN_FLOAT32,
         gradients=Gradients(clip=1.0),
         placement=Placement(rules=LLM),
         evaluation=Evaluation(every=eval_every, split="validation", final_split="validation"),

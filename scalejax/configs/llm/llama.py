@@ -16,7 +16,6 @@ from scalejax.data.text.tokenizer import CharacterTokenizer
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
 from scalejax.parallel.compression.two_way import Compression
 from scalejax.parallel.ddp import Ddp
-from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.sdp4bit import Sdp4Bit
 from scalejax.train.experiment import Experiment
@@ -152,7 +151,7 @@ def _pretrain(size: str, *, peak: float, rows: int, steps: int) -> Experiment:
             b2=0.95,
             weight_decay=0.1,
         ),
-        strategy=Fsdp(sharding="FULL_SHARD", param_dtype="bfloat16"),
+        strategy=dataclasses.replace(_common.SUMS_IN_FLOAT32, param_dtype="bfloat16"),
         eval_every=1000,
     )
 

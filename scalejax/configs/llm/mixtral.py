@@ -12,7 +12,6 @@ from scalejax.data.text.files import TextData
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.models.llm.experts import Experts, TopK
 from scalejax.models.llm.llama3 import LlamaConfig
-from scalejax.parallel.fsdp import Fsdp
 from scalejax.train.experiment import Experiment
 
 
@@ -61,7 +60,7 @@ def pretrain_8x7b() -> Experiment:
             b2=0.95,
             weight_decay=0.1,
         ),
-        strategy=Fsdp(sharding="FULL_SHARD", param_dtype="bfloat16"),
+        strategy=dataclasses.replace(_common.SUMS_IN_FLOAT32, param_dtype="bfloat16"),
         eval_every=1000,
     )
 

@@ -13,7 +13,6 @@ from scalejax.models.llm.depth import MixtureOfDepths
 from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.models.llm.moma import ModalityExperts, published
-from scalejax.parallel.fsdp import Fsdp
 from scalejax.surgery.experts import AddAuxiliaryRouters
 from scalejax.train.experiment import Experiment, Phase
 
@@ -125,7 +124,7 @@ def _pretrain(
         data=TwoModalityData(length=4096, batch_size=rows, codes=8192, image_share=(0.45, 0.55), vocabulary=65_536),
         steps=steps,
         optimizer=_adamw(steps, 4_000),
-        strategy=Fsdp(sharding="FULL_SHARD", param_dtype="bfloat16"),
+        strategy=dataclasses.replace(_common.SUMS_IN_FLOAT32, param_dtype="bfloat16"),
         eval_every=1000,
     )
     return _with_auxiliary_routers(whole, steps=auxiliary[0], optimizer=_adamw(*auxiliary))

@@ -59,12 +59,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_chec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax import compat
 from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
 from scalejax.parallel.links import SentBytes
 from scalejax.parallel.mesh import BATCH_AXES
 
@@ -505,12 +507,14 @@ class ParamLayout:
       apart: Axes along which devices hold different parts of it, or different parameters, for good: the loss itself
         runs over them.
       automatic: ((dimension, mesh axes), ...) of the axes whose collectives the compiler places.
+      sides: ((mesh axis, see `mesh.torus_sides`), ...).
     """
 
     ndim: int
     sharded: tuple[tuple[int, tuple[str, ...]], ...]
     apart: tuple[str, ...] = ()
     automatic: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    sides: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def dimensions(self, ndim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """The same for an array of `ndim` dimensions: the master parameter, or one layer of it."""
@@ -556,9 +560,32 @@ class UncompressedExchange(Stateless):
         rest = tuple(axis for axis in self.axes if axis not in self.layouts[path].apart)
         # Scattered first, so that no more than a shard is summed over the other axes.
         for dim, axes in self.layouts[path].dimensions(x.ndim):
-            x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+            x = sum_and_scatter(x, axes, dim, dict(self.layouts[path].sides))
             rest = tuple(axis for axis in rest if axis not in axes)
         return (jax.lax.psum(x, rest) if rest else x).astype(dtype)
+
+
+def sum_and_scatter(x: jax.Array, axes: tuple[str, ...], dim: int, sides: Mapping[str, tuple[int, ...]]) -> jax.Array:
+    """The sum over devices along axes, of which each keeps its cut of a dimension; inside a shard_map.
+
+    Over one side of a torus after the other: of a reduce-scatter over several sides the compilers for TPUs make an
+    all-reduce, which moves twice the bytes, and cut its result.
+
+    Args:
+      x: What each device adds.
+      axes: Mesh axes.
+      dim: The dimension.
+      sides: Mesh axis -> see `mesh.torus_sides`.
+    """
+    if all(len(sides.get(axis, ())) < 2 for axis in axes):
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    for axis in axes:
+        size = jax.lax.axis_size(axis)
+        places = np.arange(size).reshape(sides.get(axis, (size,)))
+        for side in range(places.ndim):
+            groups = np.moveaxis(places, side, -1).reshape(-1, places.shape[side]).tolist()
+            x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+    return x
 
 
 def summable(x: jax.Array) -> jax.Array:
@@ -598,6 +625,7 @@ def layouts(
       UserError: a dimension is sharded over another axis first and over a data axis second.
     """
     over = data_axes(mesh)
+    sides = tuple((axis, meshes.torus_sides(mesh, axis)) for axis in over)
     found = {}
     for path, spec in specs.items():
         sharded, kept, automatic = [], [], []
@@ -617,7 +645,7 @@ def layouts(
             if rest := tuple(axis for axis in axes if axis not in (*mine, *handled)):
                 automatic.append((dim, rest))
         found[path] = ParamLayout(
-            ndim=ndims[path], sharded=tuple(sharded), apart=tuple(kept), automatic=tuple(automatic)
+            ndim=ndims[path], sharded=tuple(sharded), apart=tuple(kept), automatic=tuple(automatic), sides=sides
         )
     return found
 

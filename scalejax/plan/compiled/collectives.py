@@ -98,6 +98,8 @@ def of_module(module: hlo.Module, mesh: "Mesh") -> list[Collective]:
         starts = any('"AsyncCollectiveStart"' in i.attributes for i in computation.instructions)
         for instruction in computation.instructions:
             kind = _kind(instruction)
+            if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"  # as a fusion, which leaves each device its part of the sum
             # An asynchronous collective of v5e stands in three fusions with one chain_id: where it starts, beside the
             # compute that hides it, and where it ends.
             if kind is None or ("chain_id=" in instruction.attributes and not starts):

@@ -226,3 +226,16 @@ def test_the_worked_example_runs():
         found = doctest.testmod(blocks)
     assert found.attempted
     assert not found.failed
+
+
+@pytest.mark.parametrize("sides", [{"replica": (2,), "fsdp": (4,)}, {"fsdp": (2, 2)}])
+def test_a_sum_over_one_side_of_a_torus_after_the_other_leaves_each_device_its_cut(sides):
+    mesh = meshes.make_mesh(MeshShape(replica=2, fsdp=4))
+    axes = ("replica", "fsdp")
+    x = np.arange(8 * 16 * 3, dtype=np.float64).reshape(8, 16, 3)  # what each device adds
+
+    def local(x):
+        return blocks.sum_and_scatter(x[0], axes, 0, sides)
+
+    summed = jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=False)
+    np.testing.assert_array_equal(jax.jit(summed)(x), x.sum(axis=0))
