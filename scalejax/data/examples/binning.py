@@ -22,14 +22,21 @@ def quantile_bins(column: np.ndarray, train: np.ndarray, bins: int) -> np.ndarra
     Raises:
       UserError: fewer than 2 bins.
     """
-    if bins < 2:
-        raise UserError(f"data.number_bins must be 0 (off) or at least 2; got {bins}.")
     x = column.astype(np.float64)
     known = x[train]
-    known = known[~np.isnan(known)]
-    edges = np.unique(np.quantile(known, np.arange(1, bins) / bins)) if known.size else np.zeros(0)
-    found = np.searchsorted(edges, x, side="right")
+    found = np.searchsorted(_edges(known[~np.isnan(known)], bins), x, side="right")
     return np.where(np.isnan(x), bins, found).astype(np.int32)
+
+
+def _edges(known: np.ndarray, bins: int) -> np.ndarray:
+    """The different quantiles i/bins, 0 < i < bins; of integers the next of them below."""
+    if bins < 2:
+        raise UserError(f"data.number_bins must be 0 (off) or at least 2; got {bins}.")
+    if not known.size:
+        return known
+    if known.dtype.kind in "iu":
+        return np.unique(np.sort(known)[np.arange(1, bins) * (known.size - 1) // bins])
+    return np.unique(np.quantile(known, np.arange(1, bins) / bins))
 
 
 def value_bins(column: np.ndarray, train: np.ndarray, bins: int) -> tuple[np.ndarray, int]:
@@ -38,6 +45,8 @@ def value_bins(column: np.ndarray, train: np.ndarray, bins: int) -> tuple[np.nda
     Where the training values are at most `bins` different ones, each has a bin of its own; another value has that of
     the next below it, or the first. Else every value that holds more than 1/bins of the training examples has a bin of
     its own, and the others have quantile bins (`quantile_bins`) whose edges are quantiles of the others alone.
+
+    Integers that float64 does not hold, beyond 2^53, are compared as they are, and the edges are some of them.
 
     Args:
       column: number[N]; NaN = missing.
@@ -50,16 +59,18 @@ def value_bins(column: np.ndarray, train: np.ndarray, bins: int) -> tuple[np.nda
     Raises:
       UserError: fewer than 2 bins.
     """
-    x = column.astype(np.float64)
-    known = x[train]
+    exact = column.dtype.kind in "iu" and column.size and (column.min() < -(2**53) or column.max() > 2**53)
+    x = column if exact else column.astype(np.float64)
+    missing, known = np.isnan(x), x[train]
     values, inverse, counts = np.unique(known[~np.isnan(known)], return_inverse=True, return_counts=True)
     if values.size <= bins:
         found = np.maximum(np.searchsorted(values, x, side="right") - 1, 0)
-        missing = max(values.size, 1)
-        return np.where(np.isnan(x), missing, found).astype(np.int32), missing + 1
-    heavy = values[counts * bins > inverse.size]
-    at = np.minimum(np.searchsorted(heavy, x), max(heavy.size - 1, 0))
-    is_heavy = heavy[at] == x if heavy.size else np.zeros(x.shape, bool)
-    rest = np.where(is_heavy, np.nan, x)
-    found = np.where(is_heavy, bins + at, quantile_bins(rest, train, bins))
-    return np.where(np.isnan(x), bins + heavy.size, found).astype(np.int32), bins + int(heavy.size) + 1
+        num_values = max(values.size, 1)
+        return np.where(missing, num_values, found).astype(np.int32), num_values + 1
+    heavy = counts * bins > inverse.size
+    frequent = values[heavy]
+    at = np.minimum(np.searchsorted(frequent, x), max(frequent.size - 1, 0))
+    is_frequent = frequent[at] == x if frequent.size else np.zeros(x.shape, bool)
+    edges = _edges(values[inverse][~heavy[inverse]], bins)
+    found = np.where(is_frequent, bins + at, np.searchsorted(edges, x, side="right"))
+    return np.where(missing, bins + frequent.size, found).astype(np.int32), bins + int(frequent.size) + 1

@@ -2,7 +2,8 @@
 
 Of text (CSV, TSV) the whole file decides what a column holds: numbers if all of it are numbers and none has a leading
 zero that a number would lose, times if all of it are ISO 8601 dates, with or without a time of day, else text. `NA`,
-`?` and nothing stand for a missing value.
+`?` and nothing stand for a missing value. Integers are kept to the last digit: as 64 bits, signed or not, or as text
+where neither holds all of them.
 """
 
 import csv
@@ -37,6 +38,8 @@ _READERS = {
 _TIMES = ("%Y-%m-%d", "%Y/%m/%d", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M")
 _ZONED = "%Y-%m-%dT%H:%M:%S%.f%#z"
 _LEADING_ZERO = r"^[+-]?0\d"
+_LONG_INTEGER = r"^[+-]?\d{16,}(\.0*)?$"
+"""Of which float64 may not hold the last digit: 2^53 has 16."""
 _held: dict[str, pl.DataFrame] = {}
 
 
@@ -158,7 +161,9 @@ def _checked(table: pa.Table, where: str) -> pl.DataFrame:
         ) from error
     texts = [name for name, kind in frame.schema.items() if kind in (pl.String, pl.Categorical, pl.Enum)]
     fixed = [name for name, kind in frame.schema.items() if isinstance(kind, pl.Array)]
+    decimals = {name: frame[name].cast(pl.String) for name, kind in frame.schema.items() if kind.is_decimal()}
     return frame.with_columns(
+        *(text if (numbers := _numbers(text)) is None else numbers for text in decimals.values()),
         *(_without_missing(frame[name].cast(pl.String)) for name in texts),
         *(frame[name].arr.to_list() for name in fixed),
         *(frame[name].fill_nan(None) for name, kind in frame.schema.items() if kind.is_float()),
@@ -231,13 +236,28 @@ def _typed(text: pl.Series) -> pl.Series:
     if missing == len(text):
         return text
     if not text.str.contains(_LEADING_ZERO).any():
-        for kind in (pl.Int64, pl.Float64):
-            numbers = text.cast(kind, strict=False)
-            if numbers.null_count() == missing:
-                return numbers.fill_nan(None) if kind == pl.Float64 else numbers
+        numbers = _numbers(text)
+        if numbers is not None:
+            return numbers
     for form in _TIMES:
         times = text.str.to_datetime(form, strict=False)
         if times.null_count() == missing:
             return times
     times = text.str.to_datetime(_ZONED, strict=False, time_zone="UTC")
     return text if times.null_count() > missing else times.dt.replace_time_zone(None)
+
+
+def _numbers(text: pl.Series) -> pl.Series | None:
+    """Text as numbers; None where not all of it are, or one is an integer that no number of 64 bits here is."""
+    for kind in (pl.Int64, pl.UInt64):
+        integers = text.cast(kind, strict=False)
+        if integers.null_count() == text.null_count():
+            return integers
+    numbers = text.cast(pl.Float64, strict=False)
+    if numbers.null_count() > text.null_count():
+        return None
+    long = text.drop_nulls().unique()
+    for integer in long.filter(long.str.contains(_LONG_INTEGER)):
+        if f"{float(integer):.0f}" != integer.partition(".")[0].removeprefix("+"):
+            return None
+    return numbers.fill_nan(None)

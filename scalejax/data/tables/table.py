@@ -302,10 +302,13 @@ class _Encoder:
         self.categorical.append(Categorical(name=name, rows=rows, **lists))
 
     def _add_number(self, name: str, series: "pl.Series") -> None:
-        numbers = _numbers(series)
-        ids, rows = value_bins(numbers, self._train, self._bins)
+        present = series.is_not_null().to_numpy()
+        train = np.cumsum(present)[self._train[present[self._train]]] - 1  # among the values that are there
+        bins, rows = value_bins(series.drop_nulls().to_numpy(), train, self._bins)
+        ids = np.full(len(series), rows - 1, np.int32)
+        ids[present] = bins
         dense = self.fresh(name)
-        self.columns[dense] = numbers
+        self.columns[dense] = _numbers(series)
         self.dense.append(dense)
         self._put(f"{name}_bin", ids, rows)
 

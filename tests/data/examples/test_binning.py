@@ -75,3 +75,20 @@ def test_a_number_that_is_missing_in_all_training_rows_has_a_bin_beside_missing(
     ids, rows = value_bins(np.array([np.nan, 5.0]), np.array([0]), 4)
     np.testing.assert_array_equal(ids, [1, 0])
     assert rows == 2
+
+
+@pytest.mark.parametrize("first", [2**60, 2**63, -(2**62)])
+def test_integers_that_float64_would_merge_have_bins_as_small_ones(first: int) -> None:
+    small = np.random.default_rng(0).permutation(np.repeat(np.arange(40), 6))
+    large = np.array([first + int(k) for k in small], np.uint64 if first == 2**63 else np.int64)
+    assert np.unique(large.astype(np.float64)).size == 1
+    ids, rows = value_bins(large, np.arange(240), 40)
+    np.testing.assert_array_equal(ids, small)
+    assert rows == 41
+    # More than there are bins: 7 is frequent, and the edges are integers of the others.
+    small[small % 3 == 0] = 7
+    ids, rows = value_bins(np.array([first + int(k) for k in small], large.dtype), np.arange(240), 10)
+    assert (rows, set(ids[small == 7])) == (12, {10})
+    counts = np.bincount(ids[small != 7], minlength=10)
+    assert counts.max() <= 24
+    assert counts.min() >= 12

@@ -185,3 +185,38 @@ def test_an_unknown_ending_is_named(tmp_path):
 def test_a_frame_of_mixed_objects_is_one_message():
     with pytest.raises(UserError, match="from_frame: BytesIO cannot be taken as Arrow columns"):
         frames.hold(io.BytesIO())
+
+
+@pytest.mark.parametrize(
+    ("integers", "kind"),
+    [
+        ([2**53 + 1, None, -(2**63)], pl.Int64),
+        ([2**63, 2**63 + 1, None, 2**64 - 1], pl.UInt64),
+        ([2**64, 2**64 + 1, None], pl.String),
+        ([2**63, 2**63 + 1, None, -1], pl.String),
+    ],
+)
+def test_integers_are_kept_to_the_last_digit_or_are_text(tmp_path, integers, kind):
+    path = tmp_path / "a.csv"
+    path.write_text("n,m\n" + "".join(f"{'' if i is None else i},x\n" for i in integers))
+    expected = [None if i is None else str(i) if kind == pl.String else i for i in integers]
+    decimal = pa.table({"n": pa.array(integers, pa.decimal128(38, 0))})
+    pa.parquet.write_table(decimal, tmp_path / "a.parquet")
+    for found in (frames.read(str(path)), frames.read(str(tmp_path / "a.parquet")), frames.read(frames.hold(decimal))):
+        assert found["n"].dtype == kind
+        assert found["n"].to_list() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("9007199254740993\n0.5\n", pl.String),
+        ("9007199254740993.0\n0.5\n", pl.String),
+        ("9007199254740992\n0.5\n+36893488147419103232\n", pl.Float64),
+        ("1e30\n-12345678901234567.25\n", pl.Float64),
+    ],
+)
+def test_integers_beside_fractions_are_numbers_where_float64_holds_them(tmp_path, text, kind):
+    path = tmp_path / "a.csv"
+    path.write_text(f"n\n{text}")
+    assert frames.read(str(path))["n"].dtype == kind

@@ -281,3 +281,20 @@ def test_another_content_of_the_file_is_refused(tmp_path):
     data = TableData(path=str(path), label="label", sha256="0" * 64)
     with pytest.raises(UserError, match=r"is not the file it was \(SHA-256 .{12}, recorded 000000000000\)"):
         data.build()
+
+
+@pytest.mark.parametrize("kind", ["number", "text"])
+@pytest.mark.parametrize("first", [2**60, 2**63])
+def test_ids_of_64_bits_and_missing_ones_stay_apart(tmp_path, first, kind):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(40, size=ROWS)
+    written = ["" if i == 39 else str(first + int(i)) for i in ids]
+    path = tmp_path / "a.csv"
+    path.write_text("id,y\n" + "".join(f"{i},{y}\n" for i, y in zip(written, rng.integers(2, size=ROWS), strict=True)))
+    schema, found, *_ = batches(
+        TableData(path=str(path), label="y", columns=(TableColumn(name="id", kind=kind),)), "test"
+    )
+    (feature,) = schema.categorical
+    assert feature.rows == {"number": 40, "text": 41}[kind]  # texts have an id for rare ones too
+    pairs = set(zip(ids[rows_of("test")].tolist(), found[feature.name].tolist(), strict=True))
+    assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs}) > 30
