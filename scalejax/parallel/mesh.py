@@ -99,8 +99,8 @@ def mesh_text(mesh: MeshShape) -> str:
 def make_mesh(shape: MeshShape | None, devices: Sequence[Any] | None = None) -> Mesh:
     """Builds a mesh of all devices, every axis of type Auto; of the first device alone where the shape is None.
 
-    Devices of one process stay contiguous along the flattened mesh where the topology allows it, which is what lets
-    each process read one contiguous slice of every global batch.
+    On a pod the devices of a process need not be consecutive along the mesh (v5e:4x4 has 0 0 1 1 1 1 0 2 3 3 3 3 2 2 2
+    0): see `reading_order`.
 
     Raises:
       UserError: the sizes do not multiply to the devices, or there is no shape and there are several processes.
@@ -219,8 +219,8 @@ def steps_in_flight(mesh: Mesh) -> int:
     Virtual CPU devices share one pool of threads, and the collectives of two queued steps can wait for each other there
     for ever (seen with 8 devices on 2 cores).
     """
-    local = mesh.local_mesh.devices
-    return 1 if local.size > 1 and local.flat[0].platform == "cpu" else 3
+    local = mesh.local_devices
+    return 1 if len(local) > 1 and local[0].platform == "cpu" else 3
 
 
 def host_memory_bytes() -> int | None:
@@ -232,7 +232,7 @@ def host_memory_bytes() -> int | None:
 
 def device_memory_bytes(mesh: Mesh) -> int | None:
     """Memory that a device of this process may use; CPU devices share that of the machine. None = unknown."""
-    local = [device for device in mesh.devices.flat if device.process_index == device.client.process_index()]
+    local = mesh.local_devices
     if not local:
         return None
     if local[0].platform == "cpu":
@@ -272,19 +272,54 @@ def check_batch(batch_size: int, mesh: Mesh, over: Literal["batch axes", "all ax
 
 
 def check_processes(mesh: Mesh) -> None:
-    """Refuses a mesh on which a process's devices are not consecutive.
+    """Refuses a mesh on which processes would have to read the same examples.
 
-    Each process reads one consecutive slice of every global batch, so its shards must lie next to each other.
+    Each process reads its own part of every global batch, so a shard of the batch must lie inside one process, and all
+    processes must have equally many.
 
     Raises:
-      UserError: names the first process that comes back.
+      UserError: names the processes of a shard, or the numbers of shards.
     """
-    order = [device.process_index for device in mesh.devices.flat]
-    runs = [p for i, p in enumerate(order) if i == 0 or order[i - 1] != p]
-    for number, process in enumerate(runs):
-        if process in runs[:number]:
+    advice = (
+        "Give the axes that cut the batch (replica, fsdp, expert) the devices that cross processes, so that context, "
+        "tensor and stage stay inside one: --set placement.mesh.AXIS=N (eval: --mesh AXIS=N,...)."
+    )
+    shards = _processes(mesh)
+    for number, shard in enumerate(shards):
+        if np.any(shard != shard[0]):
             raise UserError(
-                f"The devices of each process must be consecutive along the mesh, but process {process} comes back "
-                f"after process {runs[number - 1]} (order {runs}). Give the axes that cross processes (replica, then "
-                "fsdp) the larger sizes, so that context, tensor and stage stay inside a process."
+                f"mesh {_sizes(mesh)}: shard {number} of the batch lies on devices of the processes "
+                f"{', '.join(map(str, np.unique(shard)))}, but each process reads examples of its own. {advice}"
             )
+    processes, counts = np.unique(shards[:, 0], return_counts=True)
+    if np.any(counts != counts[0]):
+        have = ", ".join(f"process {p} has {n}" for p, n in zip(processes, counts, strict=True))
+        raise UserError(
+            f"mesh {_sizes(mesh)}: processes must have equally many shards of the batch; {have}. Start each process "
+            "with as many devices as the others."
+        )
+
+
+def reading_order(mesh: Mesh, examples: int) -> np.ndarray:
+    """int[examples]: where along the mesh the examples of a global batch lie, in the order of the file.
+
+    Process i reads the i-th consecutive part of every global batch, and puts its examples on its devices in their order
+    along the mesh, where devices of other processes may lie between them. `array[reading_order(mesh, len(array))]`
+    brings what a step computed of each example into the order in which the examples were read.
+    """
+    shards = np.arange(examples).reshape(batch_shards(mesh), -1)
+    return shards[np.argsort(_processes(mesh)[:, 0], kind="stable")].reshape(-1)
+
+
+def local_positions(mesh: Mesh) -> list[int]:
+    """Where the devices of this process lie along the flattened mesh."""
+    return [i for i, d in enumerate(mesh.devices.flat) if d.process_index == d.client.process_index()]
+
+
+def _processes(mesh: Mesh) -> np.ndarray:
+    """int[shards of the batch, devices of a shard]: the process of each device."""
+    return np.array([device.process_index for device in mesh.devices.flat]).reshape(batch_shards(mesh), -1)
+
+
+def _sizes(mesh: Mesh) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size != 1) or "of one device"

@@ -467,7 +467,7 @@ class Program:
     def rows(self, placed: Placed) -> int:
         """Examples of a global batch: rows of its fields of scope "example", else of its first field."""
         fields = self.task.fields()
-        own = {name: x for name, x in placed.fields.items() if _scope(fields[name]) == "example"}
+        own = {name: x for name, x in placed.fields.items() if scope_of(fields[name]) == "example"}
         return _rows(own or next(iter(placed.fields.values())))
 
     def parts(self, rows: int) -> int:
@@ -720,7 +720,7 @@ class Program:
 
     def _divided(self, batch: Batch) -> tuple[dict[str, dict[str, jax.Array]], dict[str, object]]:
         """What of a batch has rows, and what all devices and parts share."""
-        scopes = {name: _scope(field) for name, field in self.fields.items()}
+        scopes = {name: scope_of(field) for name, field in self.fields.items()}
         own = {name: x for name, x in batch.fields.items() if scopes.get(name) == "example"}
         rest = {name: x for name, x in batch.fields.items() if name not in own}
         shared = {"fields": rest, "constants": batch.constants, "progress": batch.progress}
@@ -847,5 +847,6 @@ def is_field(x: object) -> bool:
     return isinstance(x, Field)
 
 
-def _scope(field: object) -> Literal["example", "step", "device"]:
+def scope_of(field: object) -> Literal["example", "step", "device"]:
+    """The scope of a field, or of a tree of fields, which share one."""
     return jax.tree.leaves(field, is_leaf=is_field)[0].scope

@@ -1,6 +1,10 @@
-"""A graph over 2 processes of 2 devices is trained as by 1 process of 1 device; without a mesh it is refused."""
+"""A graph over 2 processes of 2 devices is trained as by 1 process of 1 device; without a mesh it is refused.
+
+The devices of the processes take turns along the mesh: 0 1 1 0.
+"""
 
 import json
+import pathlib
 import shutil
 
 import pytest
@@ -11,6 +15,7 @@ from scalejax.train.run_folder import read_lines
 pytestmark = pytest.mark.multiprocess
 
 TRAIN = ["-m", "scalejax", "train"]
+ALTERNATING = pathlib.Path(__file__).with_name("alternating_worker.py")
 RUNS = {
     "gcn-smoke": [],
     # Each device draws the dropout of its mini-batches in its own way.
@@ -24,9 +29,8 @@ def test_two_processes_record_what_one_does(recipe, tmp_path):
     steps = ["--set", "steps=8", "--set", "checkpoints.every=4", *RUNS[recipe]]
     one, two = tmp_path / "one", tmp_path / "two"
     run_workers(TRAIN, 1, 1, [recipe, "--workdir", str(one), *steps], timeout_s=300)
-    said = run_workers(
-        TRAIN, 2, 2, [recipe, "--workdir", str(two), "--set", "placement.mesh=MeshShape", *steps], timeout_s=300
-    )
+    over_all = ["--workdir", str(two), "--set", "placement.mesh=MeshShape", *steps]
+    said = run_workers(ALTERNATING, 2, 2, ["train", recipe, *over_all], timeout_s=300)
     assert f"Run folder: {two}" in said[0]
     assert said[1] == ""
     records = [read_lines(folder / "metrics.jsonl") for folder in (one, two)]

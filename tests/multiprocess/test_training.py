@@ -16,6 +16,7 @@ pytestmark = pytest.mark.multiprocess
 
 TRAIN = ["-m", "scalejax", "train"]
 WORKER = pathlib.Path(__file__).with_name("training_worker.py")
+ALTERNATING = pathlib.Path(__file__).with_name("alternating_worker.py")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,14 @@ def test_only_process_0_prints_and_each_file_is_written_once(by_one, by_two):
     assert [r["attempt"] for r in read_lines(folder / "timing.jsonl")] == [1, 1, 1]
     environment = json.loads((folder / "environment.json").read_text())
     assert (environment["processes"], environment["devices"]["count"]) == (2, 8)
+
+
+def test_scores_are_those_of_one_process_where_devices_of_processes_take_turns_along_the_mesh(recipe, by_one, tmp_path):
+    run_workers(ALTERNATING, 2, 4, ["train", recipe, "--workdir", str(tmp_path / "run")], timeout_s=300)
+    assert_close(by_one, tmp_path / "run")
+    ends = [json.loads((folder / "summary.json").read_text()) for folder in (by_one, tmp_path / "run")]
+    assert ends[0]["test_logloss"] == pytest.approx(ends[1]["test_logloss"], rel=1e-5)
+    assert ends[0]["test_gauc"] == pytest.approx(ends[1]["test_gauc"], abs=3e-3)
 
 
 @pytest.mark.parametrize(("before", "after"), [("by_two", (1, 1)), ("by_one", (2, 4))])

@@ -56,15 +56,37 @@ def test_a_batch_that_does_not_divide_names_axes_and_sizes():
         meshes.check_batch(0, mesh)
 
 
-def test_processes_are_consecutive_along_the_mesh():
-    mesh = meshes.make_mesh(MeshShape())
-    meshes.check_processes(mesh)
+def of_processes(processes, **shape):
+    """A mesh whose devices belong to these processes, in its order."""
+    devices = np.empty(len(processes), object)
+    devices[:] = [
+        types.SimpleNamespace(process_index=i, client=types.SimpleNamespace(process_index=lambda: 2)) for i in processes
+    ]
+    sizes = MeshShape(**shape).resolve(len(processes))
+    return types.SimpleNamespace(devices=devices.reshape(sizes), shape=dict(zip(meshes.AXES, sizes, strict=True)))
 
-    devices = np.empty(8, object)
-    devices[:] = [types.SimpleNamespace(process_index=i % 2) for i in range(8)]
-    shuffled = types.SimpleNamespace(devices=devices)
-    with pytest.raises(UserError, match="process 0 comes back"):
-        meshes.check_processes(shuffled)
+
+POD = (0, 0, 1, 1, 1, 1, 0, 2, 3, 3, 3, 3, 2, 2, 2, 0)
+"""Processes along the mesh that `make_mesh` gives for v5e:4x4."""
+
+
+def test_examples_that_lie_by_device_are_brought_into_the_order_in_which_processes_read_them():
+    mesh, examples = of_processes(POD, fsdp=8, expert=2), 32
+    meshes.check_processes(mesh)
+    # Process i reads the i-th quarter and fills its devices one after the other, as jax places process-local data.
+    local = {process: iter(np.arange(8) + 8 * process) for process in range(4)}
+    by_device = np.array([next(local[process]) for process in POD for _ in range(2)])
+    assert not np.array_equal(by_device, np.arange(examples))
+    np.testing.assert_array_equal(by_device[meshes.reading_order(mesh, examples)], np.arange(examples))
+    assert meshes.local_positions(mesh) == [7, 12, 13, 14]
+
+
+def test_processes_that_would_read_the_same_examples_are_refused():
+    meshes.check_processes(of_processes((1, 1, 0, 0), fsdp=2, tensor=2))
+    with pytest.raises(UserError, match=r"fsdp=2, tensor=2: shard 1 of the batch .* the processes 0, 1"):
+        meshes.check_processes(of_processes((0, 0, 0, 1), fsdp=2, tensor=2))
+    with pytest.raises(UserError, match=r"process 0 has 3, process 1 has 1\. Start each"):
+        meshes.check_processes(of_processes((0, 0, 0, 1), fsdp=4))
 
 
 def test_a_default_mesh_covers_all_devices():

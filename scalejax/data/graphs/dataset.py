@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -119,7 +119,7 @@ class NodeDataSet:
         return self._batch(self.graph.splits[split])
 
     def train_batches(
-        self, *, start_example: int = 0, parts: int = 1, process_index: int = 0, process_count: int = 1
+        self, *, start_example: int = 0, parts: int = 1, local_parts: Sequence[int] | None = None
     ) -> Iterator[NodeBatch]:
         """Batches of the training stream from a position on, without end.
 
@@ -130,21 +130,14 @@ class NodeDataSet:
           start_example: Position in the stream.
           parts: Neighbourhoods that a mini-batch comes in, for as many devices; its size is a multiple. A node draws
             the same neighbours in any number of parts.
-          process_index: This process, which draws its own share of the parts alone; nodes and labels are those of all.
-          process_count: Processes, a divisor of the parts.
+          local_parts: Which of them this process draws, None = all; nodes and labels are those of all.
         """
         check_start(start_example)
-        if parts % process_count and self.fanouts:
-            raise UserError(
-                f"train_batches: parts must be a multiple of the {process_count} processes; got {parts}. Give each "
-                "device one."
-            )
-        share = parts // process_count
-        own = slice(process_index * share, (process_index + 1) * share)
-        source = BatchSource(lambda k: self._make(start_example + k * self.batch_size, parts, own), sys.maxsize)
+        drawn = range(parts) if local_parts is None else local_parts
+        source = BatchSource(lambda k: self._make(start_example + k * self.batch_size, parts, drawn), sys.maxsize)
         return read_ahead(source, self.threads)
 
-    def _make(self, start: int, parts: int, own: slice) -> NodeBatch:
+    def _make(self, start: int, parts: int, drawn: Sequence[int]) -> NodeBatch:
         nodes = self.graph.splits["train"]
         if self._sampler is None:
             return self._batch(nodes, epoch=start // nodes.size)
@@ -153,7 +146,7 @@ class NodeDataSet:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             chosen[here] = nodes[Permutation(nodes.size, _ORDER, self.seed, int(epoch))(places[here])]
-        around = tuple(self._sampler.sample(part, start) for part in chosen.reshape(parts, -1)[own])
+        around = tuple(self._sampler.sample(part, start) for part in chosen.reshape(parts, -1)[list(drawn)])
         return self._batch(chosen, around, int(epochs[0]))
 
     def _batch(self, nodes: np.ndarray, neighborhoods: tuple[Neighborhood, ...] = (), epoch: int = 0) -> NodeBatch:

@@ -20,7 +20,7 @@ from scalejax.models.graph.aggregation import Draws, Sampling, ambient_mesh, blo
 from scalejax.nn import counts
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.graph import ShardedGraph
-from scalejax.parallel.mesh import check_batch, check_processes, everywhere, put, replicated
+from scalejax.parallel.mesh import check_batch, everywhere, local_positions, put, replicated
 from scalejax.train.metrics import exact
 from scalejax.train.metrics.classification import Accuracy, MeanAuc
 from scalejax.train.metrics.loss import MeanLoss
@@ -139,7 +139,6 @@ class NodeTask(TaskBase):
         Raises:
           UserError: as `place`.
         """
-        check_processes(mesh)
         return self.place(data.graph, data.fanouts, mesh)
 
     def host_fields(self, batch: NodeBatch, drawn: Mapping[str, object]) -> dict[str, object]:
@@ -156,12 +155,7 @@ class NodeTask(TaskBase):
 
     def train_batches(self, data: NodeDataSet, mesh: Mesh, start_example: int) -> Iterator[NodeBatch]:
         """Batches in as many parts as there are devices."""
-        return data.train_batches(
-            start_example=start_example,
-            parts=mesh.size,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
+        return data.train_batches(start_example=start_example, parts=mesh.size, local_parts=local_positions(mesh))
 
     def place(self, graph: NodeGraph, fanouts: tuple[int, ...], mesh: Mesh) -> PlacedGraph:
         """Plans what training and scoring read, on the host, once, and puts it on the devices.

@@ -23,6 +23,7 @@ from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 from scalejax.parallel.embedding.row_cache import RowCache, Tiers
 from scalejax.parallel.embedding.stored.tracking import touched_rows
 from scalejax.parallel.gradients.blocks import WholeCopy
+from scalejax.parallel.mesh import check_processes
 from scalejax.train import distributed, phases
 from scalejax.train import state as states
 from scalejax.train.batches.convert import prefetch
@@ -77,10 +78,11 @@ class Run:
         """Binds an experiment, or a phase of it, to its data and a mesh.
 
         Raises:
-          UserError: as `binding.bind`, or state must not rest in the host memory of these devices.
+          UserError: as `binding.bind` and `check_processes`, or state must not rest in the memory of this host.
         """
         phase = phases.resolved(experiment)[0] if phase is None else phase
         experiment = phase.experiment
+        check_processes(mesh)
         if experiment.placement.offload != "none":
             offload.check(mesh.devices)
         program = binding.bind(experiment, data.schema, mesh, data)
@@ -588,7 +590,7 @@ class Run:
             closing |= {"best_step": host.best.step, f"best_{summary.prefix(own)}_{self.best.name}": host.best.value}
             closing |= {f"{summary.prefix(split)}_{self.best.name}_at_best": host.best.final}
         closing |= self._last_exchanged
-        return closing | self._speed(timer.summary()) | peak_memory(self.mesh.local_mesh.devices.flat)
+        return closing | self._speed(timer.summary()) | peak_memory(self.mesh.local_devices)
 
     def describe(self) -> dict[str, object]:
         """What the summary says of the model."""

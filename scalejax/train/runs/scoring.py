@@ -7,17 +7,17 @@ from typing import Literal
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.row_cache import RowCache
 from scalejax.parallel.gradients.compute import ROWS
+from scalejax.parallel.mesh import reading_order
 from scalejax.train.batches.convert import prefetch
 from scalejax.train.metrics import sums as metric_sums
 from scalejax.train.metrics.protocol import SHOWN, Metric
 from scalejax.train.state import TrainState
-from scalejax.train.step import Program, Scored
-from scalejax.train.task import Field
+from scalejax.train.step import Program, Scored, scope_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def score(
     """
     found: list[Scored] = []
     slices: list[Mapping[str, object]] = []
-    scopes = {name: field.scope for name, field in program.fields.items() if isinstance(field, Field)}
+    scopes = {name: scope_of(field) for name, field in program.fields.items()}
     wanted = program.collected
     if wanted and scopes.get("weights") == "example":
         wanted |= {"weights"}  # what fills up a batch is no example of a metric that asks for none, either
@@ -124,7 +124,7 @@ def score(
     for of_batch in parts:
         for name, part in of_batch.items():
             sums[name] = metric_sums.merge(sums[name], part) if name in sums else part
-    return Scores(program.metrics, sums, _collected(wanted, scopes, found, slices), overflowed)
+    return Scores(program.metrics, sums, _collected(wanted, scopes, found, slices, program.mesh), overflowed)
 
 
 def _taken(host: object, names: frozenset[str]) -> dict[str, object]:
@@ -141,12 +141,21 @@ def _numbers(program: Program, first: int, rows: int) -> jax.Array:
 
 
 def _collected(
-    wanted: frozenset[str], scopes: Mapping[str, str], found: list[Scored], slices: list[Mapping[str, object]]
+    wanted: frozenset[str],
+    scopes: Mapping[str, str],
+    found: list[Scored],
+    slices: list[Mapping[str, object]],
+    mesh: Mesh,
 ) -> dict[str, np.ndarray]:
+    # Fields come by process, in the order of the file; outputs in that of the devices along the mesh.
+    reordered = mesh.is_multi_process and "example" in scopes.values()
     collected = {}
     for name in sorted(wanted):
         if name in found[0].outputs:
-            collected[name] = np.concatenate([np.asarray(s.outputs[name]) for s in found if name in s.outputs])
+            outputs = [np.asarray(scored.outputs[name]) for scored in found if name in scored.outputs]
+            if reordered:
+                outputs = [output[reading_order(mesh, len(output))] for output in outputs]
+            collected[name] = np.concatenate(outputs)
             continue
         parts = [np.asarray(held[name]) for held in slices if name in held]
         if not parts:

@@ -183,7 +183,7 @@ def to_device(packed: DeviceJagged, mesh: Mesh) -> DeviceJagged:
 
     Args:
       packed: NumPy arrays, one shard for each device of this process.
-      mesh: Its devices, those of a process one after the other.
+      mesh: Its devices; the shards go to those of this process in their order along the mesh.
     """
 
     def put(array: np.ndarray) -> jax.Array:
