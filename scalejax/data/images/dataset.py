@@ -115,6 +115,12 @@ def _check(arrays: Arrays, schema: ImageSchema, what: str) -> None:
                 f"{what} has {name} {list(arrays[name].shape)} for images {list(shape)}. Give each picture one of "
                 "its size."
             )
+    between = arrays.get("slice_spacing", np.zeros(1))
+    if schema.slice_spacing == "by case" and not (between > 0).all():
+        raise UserError(
+            f"{what} must have the array slice_spacing, millimetres above 0 for each picture: by the schema it is "
+            "by case. Add it, or give the schema the number that all cases have."
+        )
     for name in ("labels", "masks"):
         if schema.classes and name in arrays and arrays[name].dtype.kind in "iu":
             outside = (arrays[name] < 0) | (arrays[name] >= len(schema.classes))

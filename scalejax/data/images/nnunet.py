@@ -40,7 +40,7 @@ class MaskedCases:
       test: Numbers of those that are the test split by their folder.
       classes: Names of the classes.
       spacing: Millimetres from one pixel to the next, down and across; None = not known.
-      slice_spacing: Millimetres from one slice of a case to the next; None = not known, or not the same in all cases.
+      slice_spacing: Millimetres from one slice of each case to the next; None = not known.
     """
 
     images: np.ndarray
@@ -50,7 +50,7 @@ class MaskedCases:
     test: tuple[int, ...]
     classes: tuple[str, ...]
     spacing: tuple[float, float] | None
-    slice_spacing: float | None
+    slice_spacing: tuple[float, ...] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class NnUnetFolder:
     Attributes:
       path: The folder with dataset.json.
       axis: Across which volumes are cut to slices, after they are turned to one orientation.
-      spacing: Millimetres from one pixel to the next, down and across, to which slices are brought (pictures linearly,
-        masks to the nearest; there is no smoothing before); None = as they are, which must be alike. Along the axis
-        slices stay as far apart as they are.
+      spacing: Millimetres from one pixel to the next, down and across, to which slices are brought (linearly, without
+        smoothing before; in masks by the largest share); three numbers: from one slice to the next, down and across.
+        None = as they are, which must be alike. Of how far slices are apart each case keeps its own, unless it is set.
       size: (height, width) to which slices are cut or filled up about their middle; None = as they are.
       window: Smallest and largest value that is kept, such as -160,240 Hounsfield units.
       standardize: "case": each channel of each case is brought to mean 0 and standard deviation 1, as suits MRI. What
@@ -71,14 +71,17 @@ class NnUnetFolder:
 
     path: str = "dataset"
     axis: volumes.Axis = "axial"
-    spacing: tuple[float, float] | None = None
+    spacing: tuple[float, ...] | None = None
     size: tuple[int, int] | None = None
     window: tuple[float, float] | None = None
     standardize: Literal["no", "case"] = "no"
 
     def __post_init__(self) -> None:
-        if self.spacing is not None and not (len(self.spacing) == 2 and min(self.spacing) > 0):
-            raise UserError(f"NnUnetFolder: spacing must be millimetres above 0, down and across; got {self.spacing}.")
+        if self.spacing is not None and not (len(self.spacing) in (2, 3) and min(self.spacing) > 0):
+            raise UserError(
+                "NnUnetFolder: spacing must be millimetres above 0, down and across, or from slice to slice, down and "
+                f"across; got {self.spacing}."
+            )
         if self.size is not None:
             files.check_size("NnUnetFolder: size", self.size)
 
@@ -93,7 +96,7 @@ class NnUnetFolder:
         masks: list[np.ndarray] = []
         names: list[str] = []
         test: list[int] = []
-        between: list[float | None] = []
+        between: list[float] = []
         first: tuple[tuple[int, ...], tuple[float, float] | None, str] | None = None
         for folder in ("Tr", "Ts"):
             for case, channels in _cases(told, folder).items():
@@ -102,8 +105,8 @@ class NnUnetFolder:
                         f"{told.path}: case {case} is in imagesTr and in imagesTs, and what is learnt from must not be "
                         "tested. Remove it from one of them, or rename one if they are two cases."
                     )
-                picture, mask, spacing, apart = self._read_case(told, channels, told.path / f"labels{folder}", case)
-                shape = picture.shape[1:]
+                picture, mask, distances = self._read_case(told, channels, told.path / f"labels{folder}", case)
+                shape, spacing = picture.shape[1:], None if distances is None else distances[1:]
                 first = first or (shape, spacing, case)
                 if shape != first[0] or not _alike(spacing, first[1]):
                     raise UserError(
@@ -117,14 +120,13 @@ class NnUnetFolder:
                 images.append(picture)
                 masks.append(mask)
                 names.append(case)
-                between.append(apart)
+                between += [] if distances is None else [distances[0]]
         if first is None or len({picture.dtype for picture in images}) > 1:
             raise UserError(
                 f"{told.path}: some cases have 8 bits and others more. Give a window for all of them: --set "
                 "data.source.window=LOW,HIGH."
             )
         cases = np.concatenate([np.full(len(mask), n, np.int32) for n, mask in enumerate(masks)])
-        same = all(apart is not None and np.isclose(apart, between[0] or 0, rtol=1e-3) for apart in between)
         return MaskedCases(
             images=np.concatenate(images),
             masks=np.concatenate(masks),
@@ -133,20 +135,20 @@ class NnUnetFolder:
             test=tuple(test),
             classes=told.classes,
             spacing=first[1],
-            slice_spacing=between[0] if same else None,
+            slice_spacing=tuple(between) if first[1] is not None else None,
         )
 
     def _read_case(
         self, told: "_Described", channels: list[pathlib.Path], labels: pathlib.Path, case: str
-    ) -> tuple[np.ndarray, np.ndarray, tuple[float, float] | None, float | None]:
-        """Pictures [N, H, W, C] of a case, its masks int32[N, H, W], their spacing, and how far slices are apart."""
+    ) -> tuple[np.ndarray, np.ndarray, volumes.Distances | None]:
+        """Pictures [N, H, W, C] of a case, its masks int32[N, H, W], and how far slices and pixels are apart."""
         file = labels / f"{case}{told.ending}"
         if not file.exists():
             raise UserError(
                 f"{file} is missing: case {case} has pictures and no mask. Add it, or move the pictures out of "
                 f"{channels[0].parent.name}."
             )
-        mask, spacing, grid, between = self._read_file(file, masks=True)
+        mask, grid = self._read_file(file, masks=True)
         if mask.dtype.kind == "f" and (np.rint(mask) != mask).any():  # NaN is no number of a class either
             raise UserError(f"{file} has values that are no whole numbers. A mask has the number of a class a pixel.")
         wrong = (mask < 0) | (mask >= len(told.classes))
@@ -161,12 +163,13 @@ class NnUnetFolder:
         mask = mask[..., 0].astype(np.int32)
         pictures: list[np.ndarray] = []
         for path in channels:
-            picture, _, own, _ = self._read_file(path, masks=False)
-            if picture.shape[:3] != mask.shape or not _same_grid(own, grid):
+            picture, own = self._read_file(path, masks=False)
+            if picture.shape[:3] != mask.shape:
                 raise UserError(
-                    f"{path} has {_sized(picture)} and its mask {file.name} {_sized(mask)}, or they lie elsewhere "
-                    "in the scanner. Write both on one grid."
+                    f"{path} has {_sized(picture)} and its mask {file.name} {_sized(mask)}. Write both on one grid."
                 )
+            if own is not None and grid is not None:
+                _check_same_place(own, grid, f"{path} and its mask {file.name}")
             files.check_finite(picture, path)
             if self.window is None and self.standardize == "no" and picture.dtype != np.uint8:
                 low, high = (f"{value:g}" for value in (picture.min(), picture.max()))
@@ -187,15 +190,18 @@ class NnUnetFolder:
         if self.standardize == "case":
             mean, std = (np.array(values, np.float32) for values in moments(whole))
             whole = (whole.astype(np.float32) - mean) / std
+        distances = None if grid is None else (grid.between(self.axis), *grid.slices(self.axis)[1])
         if self.spacing is not None:
-            if spacing is None:
+            if distances is None:
                 raise UserError(
-                    f"data.source.spacing={self.spacing[0]},{self.spacing[1]}: {file} does not say how far its pixels "
+                    f"data.source.spacing={','.join(map(str, self.spacing))}: {file} does not say how far its pixels "
                     "lie apart. Leave it out, and give a size."
                 )
-            channel = [volumes.resampled(c, spacing, self.spacing, masks=False) for c in np.moveaxis(whole, -1, 0)]
-            whole, mask = np.stack(channel, -1), volumes.resampled(mask, spacing, self.spacing, masks=True)
-            spacing = self.spacing
+            slices, down, across = (*distances[: 3 - len(self.spacing)], *self.spacing)
+            wanted = slices, down, across
+            channel = [volumes.resampled(c, distances, wanted) for c in np.moveaxis(whole, -1, 0)]
+            whole, mask = np.stack(channel, -1), volumes.resampled_masks(mask, distances, wanted)
+            distances = wanted
         if self.size is not None:
             kept = volumes.fitted(mask, self.size, 0)
             if (lost := int((mask > 0).sum() - (kept > 0).sum())) > 0:
@@ -207,18 +213,15 @@ class NnUnetFolder:
             edges = [self.window[0] if self.window else c.min() for c in np.moveaxis(whole, -1, 0)]
             channel = [volumes.fitted(c, self.size, e) for c, e in zip(np.moveaxis(whole, -1, 0), edges, strict=True)]
             whole, mask = np.stack(channel, -1), kept
-        return whole, mask, spacing, between
+        return whole, mask, distances
 
-    def _read_file(
-        self, path: pathlib.Path, *, masks: bool
-    ) -> tuple[np.ndarray, tuple[float, float] | None, np.ndarray | None, float | None]:
-        """[N, H, W, C] of a file or of a series, its spacing, its affine, and how far slices are apart."""
+    def _read_file(self, path: pathlib.Path, *, masks: bool) -> tuple[np.ndarray, volumes.Volume | None]:
+        """[N, H, W, C] of a file or of a series, and the volume that they are of."""
         if path.is_dir() or path.name.endswith(volumes.NIFTI):
             volume = volumes.read_volume(path)
-            pictures, spacing = volume.slices(self.axis)
-            return pictures[..., None], spacing, volume.affine, volume.between(self.axis)
+            return volume.slices(self.axis)[0][..., None], volume
         pixels = files.read_picture(path, masks=masks)
-        return (pixels if pixels.ndim == 3 else pixels[..., None])[None], None, None, None
+        return (pixels if pixels.ndim == 3 else pixels[..., None])[None], None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,7 +229,8 @@ class MaskedImages:
     """Slices with masks, in memory.
 
     Batches have "images" [B, H, W, C], "masks" int32[B, H, W] and "cases" int32[B], the number of the case that a slice
-    is of, by which scores of volumes are put together. No case is in two splits.
+    is of, by which scores of volumes are put together, and where cases differ in it "slice_spacing" float32[B]. No case
+    is in two splits.
 
     Attributes:
       source: Where they come from.
@@ -266,7 +270,7 @@ class MaskedImages:
             standardized=self.source.standardize == "case",
             batch_size=self.batch_size,
             spacing=found.spacing,
-            slice_spacing=found.slice_spacing,
+            slice_spacing=_one_or_by_case(found.slice_spacing),
         )
 
     def build(self) -> ImageDataSet:
@@ -276,10 +280,10 @@ class MaskedImages:
           UserError: files are missing, damaged or not alike, or there are too few cases for the splits.
         """
         found, rows = self._rows()
-        splits = {
-            split: {"images": found.images[own], "masks": found.masks[own], "cases": found.cases[own]}
-            for split, own in rows.items()
-        }
+        arrays = {"images": found.images, "masks": found.masks, "cases": found.cases}
+        if _one_or_by_case(found.slice_spacing) == "by case":
+            arrays["slice_spacing"] = np.array(found.slice_spacing, np.float32)[found.cases]
+        splits = {split: {name: array[own] for name, array in arrays.items()} for split, own in rows.items()}
         splits = {split: a if split == "train" else self.augment.middle(a) for split, a in splits.items()}
         return ImageDataSet(
             splits, batch_size=self.batch_size, schema=self.schema(), augment=self.augment, seed=self.seed
@@ -439,9 +443,21 @@ def _alike(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool
     return a == b or (a is not None and b is not None and bool(np.allclose(a, b, rtol=1e-3)))
 
 
-def _same_grid(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    """Whether affines agree to a hundredth of a millimetre."""
-    return a is None or b is None or bool(np.allclose(a, b, rtol=1e-4, atol=1e-2))
+def _check_same_place(a: volumes.Volume, b: volumes.Volume, what: str) -> None:
+    """Refuses volumes of one shape whose corners lie more than a tenth of a voxel apart."""
+    apart = np.linalg.norm(a.corners() - b.corners(), axis=1).max()
+    if apart > 0.1 * min(b.spacing):
+        raise UserError(
+            f"{what} lie elsewhere in the scanner: their corners are up to {apart:.3g} mm apart. Write both on one "
+            "grid; where they were written on one, give the mask the affine of the picture."
+        )
+
+
+def _one_or_by_case(spacing: tuple[float, ...] | None) -> float | Literal["by case"] | None:
+    """See `ImageSchema.slice_spacing`."""
+    if spacing is None:
+        return None
+    return spacing[0] if np.allclose(spacing, spacing[0], rtol=1e-3, atol=0) else "by case"
 
 
 def _millimetres(spacing: tuple[float, float] | None) -> str:

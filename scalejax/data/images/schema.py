@@ -27,8 +27,8 @@ class ImageSchema:
       standardized: Whether each channel of each case was brought to mean 0 and standard deviation 1 before.
       batch_size: Examples of a training batch, for what waits from one batch to the next; None = it is not known.
       spacing: Millimetres from one pixel to the next, along H and W; None = they are not known.
-      slice_spacing: Millimetres from one picture of a case to the next; None = they are no slices of a volume, or it is
-        not known.
+      slice_spacing: Millimetres from one picture of a case to the next; "by case" = cases differ, and batches have it
+        as "slice_spacing"; None = they are no slices of a volume, or it is not known.
     """
 
     height: int
@@ -42,7 +42,7 @@ class ImageSchema:
     standardized: bool = False
     batch_size: int | None = None
     spacing: tuple[float, float] | None = None
-    slice_spacing: float | None = None
+    slice_spacing: float | Literal["by case"] | None = None
 
     def __post_init__(self) -> None:
         counts = {len(self.mean), len(self.std)}

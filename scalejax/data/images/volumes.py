@@ -1,6 +1,7 @@
 """Volumes in files, NIfTI (nibabel) and series of DICOM (pydicom), turned so that all have their axes alike."""
 
 import dataclasses
+import itertools
 import pathlib
 import warnings
 from typing import Any, Literal
@@ -14,6 +15,10 @@ from scalejax.errors import UserError
 Axis = Literal["axial", "coronal", "sagittal"]
 _AXES: dict[str, int] = {"sagittal": 0, "coronal": 1, "axial": 2}
 NIFTI = (".nii", ".nii.gz")
+_MILLIMETRES = {"meter": 1e3, "mm": 1.0, "micron": 1e-3, "unknown": 1.0}
+"""Of the units that the header of a NIfTI file may name."""
+_TIE = 1e-3
+"""Shares of a pixel that differ by less are equal: spacings are float32 in files, and a factor of 2 need not be 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +55,17 @@ class Volume:
         """Millimetres from one slice across an axis to the next."""
         return self.spacing[_AXES[axis]]
 
+    def corners(self) -> np.ndarray:
+        """float64[8, 3], millimetres: where the middles of the eight outermost voxels lie."""
+        ends = itertools.product(*((0, size - 1) for size in self.voxels.shape))
+        return np.array(list(ends)) @ self.affine[:3, :3].T + self.affine[:3, 3]
+
 
 def read_volume(path: pathlib.Path) -> Volume:
     """A NIfTI file, or a folder of the DICOM files of one series.
 
     Raises:
-      UserError: it cannot be read, is damaged, or is no volume.
+      UserError: it cannot be read, is damaged, is no volume, or its axes do not stand at right angles.
     """
     return _read_series(path) if path.is_dir() else _read_nifti(path)
 
@@ -68,6 +78,7 @@ def _read_nifti(path: pathlib.Path) -> Volume:
         # A damaged header may ask for more memory than there is.
         packed_files.check_ratio(int(np.prod(shape, dtype=float)) * kind.itemsize, path.stat().st_size)
         voxels = np.array(np.asanyarray(image.dataobj))  # in memory: the file may change
+        affine = np.diag((*(_MILLIMETRES[image.header.get_xyzt_units()[0]],) * 3, 1.0)) @ image.affine
     except Exception as error:  # nibabel, zlib and numpy each raise their own for a damaged file
         raise UserError(
             f"{path} is no NIfTI file that can be read ({str(error) or type(error).__name__}). Copy or write it again."
@@ -83,7 +94,7 @@ def _read_nifti(path: pathlib.Path) -> Volume:
             f"{path} has voxels {list(voxels.shape)}, not those of one volume. Write each channel or time as a file of "
             "its own (ID_0000, ID_0001, ...)."
         )
-    return _canonical(nibabel, voxels, image.affine, path)
+    return _canonical(nibabel, voxels, affine, path)
 
 
 def _read_series(path: pathlib.Path) -> Volume:
@@ -111,11 +122,19 @@ def _read_series(path: pathlib.Path) -> Volume:
             f"{path}: its {len(found)} slices lie {steps.min():.3g} to {steps.max():.3g} mm apart; they must be evenly "
             "spaced. Add the files that are missing, or remove those of another stack or of a second time."
         )
-    thickness = steps.mean() if len(found) > 1 else found[0].thickness
+    first, last = positions[order[[0, -1]]]
+    step = (last - first) / (len(found) - 1) if len(found) > 1 else normal * found[0].thickness
+    beside = positions[order] - first - np.outer(np.arange(len(found)), step)
+    beside -= np.outer(beside @ normal, normal)
+    if (most := np.linalg.norm(beside, axis=1).max()) > 0.5 * min(row_spacing, column_spacing):
+        raise UserError(
+            f"{path}: its slices are shifted against each other by up to {most:.3g} mm, so that their pixels are no "
+            "columns of voxels. Keep those of one stack, or resample them to one grid."
+        )
     voxels = np.stack([found[n].pixels.T for n in order], -1)  # columns, rows, slices
     affine = np.eye(4)
     affine[:3, 0], affine[:3, 1] = right * column_spacing, down * row_spacing
-    affine[:3, 2], affine[:3, 3] = normal * thickness, positions[order[0]]
+    affine[:3, 2], affine[:3, 3] = step, first
     affine[:2] *= -1  # DICOM counts towards the patient's left and back
     return _canonical(nibabel, voxels, affine, path)
 
@@ -181,29 +200,64 @@ def _canonical(nibabel: Any, voxels: np.ndarray, affine: np.ndarray, path: pathl
             f"{path} does not say where its voxels lie: its affine is {affine[:3].tolist()}. Write it with that of the "
             "scan."
         )
+    _check_right_angles(axes, voxels.shape, path)
     orientation = nibabel.orientations.io_orientation(affine)
     turned = nibabel.orientations.apply_orientation(voxels, orientation)
     back = nibabel.orientations.inv_ornt_aff(orientation, voxels.shape)
     return Volume(np.ascontiguousarray(turned), affine @ back)
 
 
-def resampled(
-    pictures: np.ndarray, spacing: tuple[float, float], wanted: tuple[float, float], *, masks: bool
-) -> np.ndarray:
-    """[N, H, W] of a spacing at another, the corners of their areas being kept: linear (float32), or the nearest."""
+def _check_right_angles(axes: np.ndarray, shape: tuple[int, ...], path: pathlib.Path) -> None:
+    """Refuses columns of an affine that lean so far that the end of one lies half a voxel beside where it should."""
+    lengths = np.linalg.norm(axes, axis=0)
+    cosines = np.abs((axes / lengths).T @ (axes / lengths)) * (1 - np.eye(3))
+    beside = cosines * (lengths * (np.array(shape) - 1))[:, None] / lengths
+    if beside.max() > 0.5:
+        angle = np.degrees(np.arccos(cosines.flat[beside.argmax()]))
+        raise UserError(
+            f"{path}: its axes stand at {angle:.1f} degrees and not at right angles, as after an affine registration "
+            "(a sheared sform) or with a tilted gantry, so that its spacing gives no distances. Resample it, and its "
+            "mask, to a grid of right angles."
+        )
+
+
+Distances = tuple[float, float, float]
+"""Millimetres from one slice to the next, and from one pixel to the next down and across."""
+
+
+def resampled(pictures: np.ndarray, spacing: Distances, wanted: Distances) -> np.ndarray:
+    """number[N, H, W] of a spacing at another, float32, linearly; the corners of their areas are kept."""
+    return _resampled(pictures.astype(np.float32), spacing, wanted)
+
+
+def resampled_masks(masks: np.ndarray, spacing: Distances, wanted: Distances) -> np.ndarray:
+    """integers[N, H, W] likewise: each pixel gets the class with the largest share in what `resampled` mixes there.
+
+    Of equal shares it is that of the higher number, as in nnU-Net. (The nearest pixel would not do: halfway between two
+    it is always the later one, and masks lie half a pixel beside their pictures.)
+    """
+    if spacing == wanted:
+        return masks
+    found, most = None, np.zeros((), np.float32)
+    for label in np.unique(masks):
+        share = _resampled((masks == label).astype(np.float32), spacing, wanted)
+        found = np.zeros(share.shape, masks.dtype) if found is None else found
+        found[share >= most - _TIE] = label
+        most = np.maximum(most, share)
+    return masks if found is None else found
+
+
+def _resampled(pictures: np.ndarray, spacing: Distances, wanted: Distances) -> np.ndarray:
     ratios = [new / old for new, old in zip(wanted, spacing, strict=True)]
-    shape = [max(1, round(size / ratio)) for size, ratio in zip(pictures.shape[1:], ratios, strict=True)]
     if all(abs(ratio - 1) < 1e-4 for ratio in ratios):
         return pictures
     ndimage = library("scipy.ndimage", "scipy", "data.source.spacing")
-    if not masks:
-        pictures = pictures.astype(np.float32)
     return ndimage.affine_transform(
         pictures,
-        [1.0, *ratios],
-        [0.0, *(0.5 * ratio - 0.5 for ratio in ratios)],
-        output_shape=(len(pictures), *shape),
-        order=0 if masks else 1,
+        ratios,
+        [0.5 * ratio - 0.5 for ratio in ratios],
+        output_shape=[max(1, round(size / ratio)) for size, ratio in zip(pictures.shape, ratios, strict=True)],
+        order=1,
         mode="nearest",
     )
 

@@ -87,12 +87,13 @@ class Surfaces(MetricBase):
     Attributes:
       structures: Names of the classes but the background.
       spacing: Millimetres from one voxel to the next along H and W; None = distances are in pixels.
-      between: Millimetres from one slice to the next; None = each slice is a volume of its own.
+      between: Millimetres from one slice to the next; "by case": host batches have them as "slice_spacing", float32[B];
+        None = each slice is a volume of its own.
     """
 
     structures: tuple[str, ...]
     spacing: tuple[float, float] | None = None
-    between: float | None = None
+    between: float | Literal["by case"] | None = None
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -107,7 +108,8 @@ class Surfaces(MetricBase):
 
     @property
     def collects(self) -> tuple[str, ...]:
-        return ("predicted", "masks", "cases", "weights")
+        distances = ("slice_spacing",) if self.between == "by case" else ()
+        return ("predicted", "masks", "cases", "weights", *distances)
 
     @property
     def shows(self) -> tuple[str, ...]:
@@ -117,20 +119,22 @@ class Surfaces(MetricBase):
         del intervals
         spacing = self.spacing or (1.0, 1.0)
         found, missed = [], 0
-        for predicted, true in self._volumes(collected):
+        for predicted, true, between in self._volumes(collected):
             pairs = [(predicted == label, true == label) for label in range(1, len(self.structures) + 1)]
-            full = (*spacing,) if predicted.ndim == 2 else (float(self.between or 1.0), *spacing)
-            found.append([hausdorff(*pair, full) for pair in pairs])
+            found.append([hausdorff(*pair, (*between, *spacing)) for pair in pairs])
             missed += sum(bool(a.any()) != bool(b.any()) for a, b in pairs)
         return _named("hd95", self.structures, np.array(found)) | {"hd95_missed": missed}
 
-    def _volumes(self, collected: Collected) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _volumes(self, collected: Collected) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[float, ...]]]:
+        """Prediction and truth of each volume, and how far its slices are apart: () of a volume that is one slice."""
         if self.between is None:
-            yield from zip(collected["predicted"], collected["masks"], strict=True)
+            for predicted, true in zip(collected["predicted"], collected["masks"], strict=True):
+                yield predicted, true, ()
             return
         for case in np.unique(collected["cases"]):
             rows = collected["cases"] == case
-            yield collected["predicted"][rows], collected["masks"][rows]
+            between = collected["slice_spacing"][rows][0] if self.between == "by case" else self.between
+            yield collected["predicted"][rows], collected["masks"][rows], (float(between),)
 
     def keep(self, folder: pathlib.Path, split: str, collected: Collected, sums: Any) -> None:
         del sums

@@ -86,6 +86,16 @@ def test_pictures_of_another_size_than_the_schema_says_are_refused() -> None:
         pictures(augment=Augment(window=(4, 8)))
 
 
+@pytest.mark.parametrize("between", [None, [5, 5, 0, 5]])
+def test_distances_by_case_come_with_the_pictures(between: list[int] | None) -> None:
+    arrays = {"images": np.zeros((4, 8, 8, 1), np.uint8)}
+    if between is not None:
+        arrays["slice_spacing"] = np.array(between, np.float32)
+    schema = dataclasses.replace(SCHEMA, slice_spacing="by case")
+    with pytest.raises(UserError, match=r"split 'train' must have the array slice_spacing, millimetres above 0"):
+        ImageDataSet({"train": arrays}, batch_size=2, schema=schema, augment=Augment())
+
+
 @pytest.mark.parametrize("name", ["labels", "images"])
 def test_arrays_without_pictures_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=rf"split 'train' must have images \[N, H, W, C\]; it has {{'{name}': \[4\]"):

@@ -12,7 +12,7 @@ import pytest
 from scalejax import optim
 from scalejax.data.images.augment import Augment
 from scalejax.data.images.nnunet import MaskedImages, NnUnetFolder
-from scalejax.data.images.volumes import fitted, read_volume, resampled
+from scalejax.data.images.volumes import fitted, read_volume, resampled, resampled_masks
 from scalejax.errors import UserError
 from scalejax.models.vision.unet import UNetConfig
 from scalejax.train import loop
@@ -101,7 +101,7 @@ def test_slices_are_cut_across_an_axis(tmp_path: pathlib.Path, axis, shape, numb
     found = of(tmp_path, axis=axis).read()
     assert found.images.shape == (number, *shape, 1)
     assert found.spacing == {"axial": (2.0, 2.0), "coronal": (5.0, 2.0), "sagittal": (5.0, 2.0)}[axis]
-    assert found.slice_spacing == {"axial": 5.0, "coronal": 2.0, "sagittal": 2.0}[axis]
+    assert found.slice_spacing == ({"axial": 5.0, "coronal": 2.0, "sagittal": 2.0}[axis],)
 
 
 def other_way(voxels: np.ndarray, affine: np.ndarray, axes: tuple[int, ...], order: tuple[int, ...]):
@@ -114,12 +114,20 @@ def other_way(voxels: np.ndarray, affine: np.ndarray, axes: tuple[int, ...], ord
     return np.ascontiguousarray(voxels.transpose(order)), affine[:, (*order, 3)]
 
 
-@pytest.mark.parametrize(("second", "wanted"), [(5.0, 5.0), (2.5, None)])
-def test_slices_are_so_far_apart_as_in_all_cases(tmp_path: pathlib.Path, second: float, wanted: float | None) -> None:
-    ct(tmp_path, cases=2)
+def test_how_far_slices_are_apart_goes_with_each_case(tmp_path: pathlib.Path) -> None:
+    ct(tmp_path, cases=4)
     for folder, array in zip(("imagesTr/ct_1_0000", "labelsTr/ct_1"), volume(1), strict=True):
-        write_nifti(tmp_path / f"{folder}.nii.gz", array, affine_of((2.0, 2.0, second)))
-    assert of(tmp_path).read().slice_spacing == wanted
+        write_nifti(tmp_path / f"{folder}.nii.gz", array, affine_of((2.0, 2.0, 2.5)))
+    assert of(tmp_path).read().slice_spacing == (5.0, 2.5, 5.0, 5.0)
+    data = MaskedImages(source=of(tmp_path), validation=0.25, test=0.25).build()
+    assert data.schema.slice_spacing == "by case"
+    for arrays in data.splits.values():
+        np.testing.assert_array_equal(arrays["slice_spacing"], np.where(arrays["cases"] == 1, 2.5, 5))
+    volumes = of(tmp_path, spacing=(2.5, 2.0, 2.0)).read()
+    assert volumes.slice_spacing == (2.5,) * 4
+    assert np.bincount(volumes.cases).tolist() == [6, 3, 6, 6]
+    only = of(tmp_path, spacing=(1.0, 1.0)).read()
+    assert (only.spacing, only.slice_spacing) == ((1.0, 1.0), (5.0, 2.5, 5.0, 5.0))
 
 
 @pytest.mark.parametrize("axes", [(0,), (2,), (0, 1), (0, 1, 2)])
@@ -170,10 +178,60 @@ def test_slices_come_to_one_spacing_and_size(tmp_path: pathlib.Path) -> None:
 
 def test_resampling_keeps_corners_and_masks_whole() -> None:
     mask = np.arange(16, dtype=np.int32).reshape(1, 4, 4)
-    np.testing.assert_array_equal(resampled(mask, (2, 2), (1, 1), masks=True)[0], mask[0].repeat(2, 0).repeat(2, 1))
-    assert resampled(mask, (1, 1), (1, 1), masks=True) is mask
-    np.testing.assert_allclose(resampled(mask, (1, 1), (4, 4), masks=False), [[[7.5]]])
+    doubled = mask.repeat(2, 1).repeat(2, 2)
+    np.testing.assert_array_equal(resampled_masks(mask, (9, 2, 2), (9, 1, 1)), doubled)
+    np.testing.assert_array_equal(resampled_masks(mask, (2, 2, 2), (1, 1, 1)), doubled.repeat(2, 0))
+    assert resampled_masks(mask, (1, 1, 1), (1, 1, 1)) is mask
+    np.testing.assert_allclose(resampled(mask, (9, 1, 1), (9, 4, 4)), [[[7.5]]])
     np.testing.assert_array_equal(fitted(fitted(mask, (7, 9), -1), (4, 4), 0), mask)
+
+
+@pytest.mark.parametrize("step", [1.0, 0.7])
+def test_masks_lie_on_their_pictures_at_half_the_size(step: float) -> None:
+    """Halfway between two pixels the nearest one would always be the later."""
+    mask = np.zeros((1, 12, 12), np.int32)
+    mask[:, 3:7, 5:9] = 1
+    stored = float(np.float32(step))
+    given, wanted = (5.0, stored, stored), (5.0, 2 * step, 2 * step)
+    small, shown = resampled_masks(mask, given, wanted), resampled(mask, given, wanted)
+    np.testing.assert_array_equal(small, shown >= 0.499)
+    centres = [np.average(np.arange(6), weights=x[0].sum(1 - axis)) for x in (small, shown) for axis in (0, 1)]
+    np.testing.assert_allclose(centres[:2], centres[2:], atol=1e-5)
+    turned = resampled_masks(mask[:, ::-1, ::-1], given, wanted)
+    np.testing.assert_array_equal(turned[:, ::-1, ::-1], small)
+
+
+def test_a_spacing_is_in_millimetres_whatever_unit_the_header_names(tmp_path: pathlib.Path) -> None:
+    for unit, wanted in (("mm", 50.0), ("unknown", 50.0), ("micron", 0.05), ("meter", 50_000.0)):
+        image = nibabel.Nifti1Image(volume(0)[0], np.diag((50.0, 50.0, 50.0, 1.0)))
+        image.header.set_xyzt_units(unit)
+        image.to_filename(tmp_path / "x.nii.gz")
+        np.testing.assert_allclose(read_volume(tmp_path / "x.nii.gz").spacing, wanted)
+
+
+def test_a_sheared_volume_is_refused(tmp_path: pathlib.Path) -> None:
+    affine = affine_of()
+    affine[0, 1] = 0.8
+    write_nifti(tmp_path / "x.nii", volume(0)[0], affine)
+    with pytest.raises(UserError, match=r"x.nii: its axes stand at 68.2 degrees and not at right angles"):
+        read_volume(tmp_path / "x.nii")
+
+
+def test_a_mask_that_is_turned_a_little_is_refused_by_its_corners(tmp_path: pathlib.Path) -> None:
+    ct(tmp_path)
+    turned, angle = affine_of(), np.deg2rad(3.0)
+    turned[:2, :2] = 2 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    one_label(tmp_path, volume(1)[1], turned)
+    with pytest.raises(UserError, match=r"lie elsewhere in the scanner: their corners are up to 1.19 mm apart"):
+        of(tmp_path).read()
+    micro = np.diag((0.05, 0.05, 0.05, 1.0))
+    for n in range(5):
+        write_nifti(tmp_path / "imagesTr" / f"ct_{n}_0000.nii.gz", volume(n)[0], micro)
+        write_nifti(tmp_path / "labelsTr" / f"ct_{n}.nii.gz", volume(n)[1], micro)
+    micro[0, 3] = 0.009
+    one_label(tmp_path, volume(1)[1], micro)
+    with pytest.raises(UserError, match=r"corners are up to 0.009 mm apart"):
+        of(tmp_path).read()
 
 
 def slices_2d(folder: pathlib.Path, ending: str, cases: int = 4, colours: bool = False) -> np.ndarray:
@@ -371,6 +429,22 @@ def test_a_series_that_lacks_a_slice_or_has_none_is_refused(tmp_path: pathlib.Pa
         read_volume(tmp_path / "other")
 
 
+def test_a_stack_that_leans_is_refused(tmp_path: pathlib.Path) -> None:
+    """As of a scanner whose gantry is tilted: each slice lies a little further back than the one below."""
+
+    def write(places: list[list[float]]) -> None:
+        for k, place in enumerate(places):
+            stored = volume(0)[0][:, :, 0] + 1024
+            dicom(tmp_path / "tilted" / f"{k}.dcm", stored, 0.0, k, ImagePositionPatient=place)
+
+    write([[0.0, 1.5 * k, 5.0 * k] for k in range(4)])
+    with pytest.raises(UserError, match=r"tilted: its axes stand at 73.3 degrees .*tilted gantry"):
+        read_volume(tmp_path / "tilted")
+    write([[0.0, 3.0 * (k == 1), 5.0 * k] for k in range(4)])
+    with pytest.raises(UserError, match=r"slices are shifted against each other by up to 3 mm"):
+        read_volume(tmp_path / "tilted")
+
+
 @pytest.mark.parametrize("ending", [".nii.gz", ".nii"])
 def test_a_truncated_nifti_is_refused_or_whole(tmp_path: pathlib.Path, ending: str) -> None:
     path = tmp_path / f"x{ending}"
@@ -430,7 +504,10 @@ def one_image(folder: pathlib.Path, array: np.ndarray, affine: np.ndarray | None
 
 WRONG: dict[str, tuple[Any, str]] = {
     "shape": (lambda f: one_label(f, volume(0, (8, 10, 4))[1]), r"3 slice\(s\) of 10 x 8 and its mask .* 4 slice"),
-    "place": (lambda f: one_label(f, volume(0)[1], affine_of((2.0, 2.0, 6.0))), "or they lie elsewhere in the scanner"),
+    "place": (
+        lambda f: one_label(f, volume(0)[1], affine_of((2.0, 2.0, 6.0))),
+        "and its mask ct_1.nii.gz lie elsewhere in the scanner: their corners are up to 2 mm apart",
+    ),
     "label": (
         lambda f: one_label(f, volume(0)[1] * 2),
         r"has the label 4 in 6 pixels; dataset.json has 0 \(background\)",
@@ -499,7 +576,13 @@ def test_empty_folders_and_too_few_cases_are_refused(tmp_path: pathlib.Path) -> 
         MaskedImages(source=of(tmp_path / "empty")).build()
     with pytest.raises(UserError, match=r"of 2 cases leave none for (validation|test)"):
         MaskedImages(source=of(ct(tmp_path / "two", 2))).build()
-    for bad in ({"spacing": (0.0, 1.0)}, {"spacing": (1.0,)}, {"size": (0, 4)}, {"size": (4,)}):
+    for bad in (
+        {"spacing": (0.0, 1.0)},
+        {"spacing": (1.0,)},
+        {"spacing": (0.0, 1.0, 1.0)},
+        {"size": (0, 4)},
+        {"size": (4,)},
+    ):
         with pytest.raises(UserError, match="NnUnetFolder: "):
             NnUnetFolder(**bad)  # pyright: ignore[reportArgumentType]
 

@@ -145,6 +145,22 @@ def test_surfaces_are_of_volumes_where_slices_have_a_distance():
     assert flat["hd95/third"] == pytest.approx(np.nanmean(of_slices[1]))
 
 
+def test_slices_of_each_case_are_as_far_apart_as_it_says():
+    predicted, true, cases = slices(4)
+    collected = {"predicted": predicted, "masks": true, "cases": cases}
+    distances = {0: 1.0, 2: 4.0, 5: 2.5}
+    metric = Surfaces(structures=NAMES, spacing=(2.0, 1.0), between="by case")
+    assert "slice_spacing" in metric.collects
+    assert metric.values[0].unit == "mm, mean over cases and structures"
+    by_case = np.array([distances[case] for case in cases.tolist()], np.float32)
+    found = metric.exact(collected | {"slice_spacing": by_case}, intervals="none")
+    of = [
+        hausdorff(predicted[cases == case] == 1, true[cases == case] == 1, (between, 2.0, 1.0))
+        for case, between in distances.items()
+    ]
+    assert found["hd95/first"] == pytest.approx(np.mean(of))
+
+
 def test_pictures_of_truth_and_prediction_are_kept(tmp_path):
     predicted, true, cases = slices(5)
     images = np.random.default_rng(0).normal(size=(*true.shape, 1))
