@@ -44,6 +44,7 @@ class ImageDataSet(ArrayDataSet):
         window out of them.
       augment: Of training batches.
       seed: Of the order and of the augmentations.
+      remarks: What is said of the pictures when a run begins.
 
     Raises:
       UserError: what a split gives has another shape or dtype than the schema says, pixels are no numbers, labels or
@@ -61,9 +62,10 @@ class ImageDataSet(ArrayDataSet):
         schema: ImageSchema,
         augment: Augment,
         seed: int = 0,
+        remarks: tuple[str, ...] = (),
     ) -> None:
         super().__init__(splits, batch_size=batch_size, seed=seed, schema=schema)
-        self.augment = augment
+        self.augment, self.remarks = augment, remarks
         for split, arrays in self.splits.items():
             images = arrays.get("images", np.zeros(0))
             if images.ndim != 4:

@@ -1,4 +1,4 @@
-"""Pictures in files: PNG, JPEG, TIFF and BMP, read by Pillow."""
+"""Pictures in files: PNG, JPEG, TIFF, BMP, GIF and WebP, read by Pillow."""
 
 import dataclasses
 import importlib
@@ -12,7 +12,17 @@ import numpy as np
 
 from scalejax.errors import UserError
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
+FORMATS = {
+    "PNG": (".png",),
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
+    "TIFF": (".tif", ".tiff"),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "WEBP": (".webp",),
+}
+"""Pillow's names of what is read, and the endings of such files. What a file holds decides, whatever it is called, and
+Pillow is told these names: for some others it would start a program, such as Ghostscript for EPS."""
+SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 
 
 def library(module: str, package: str, what: str) -> Any:
@@ -34,37 +44,49 @@ def read_picture(path: pathlib.Path, *, masks: bool = False) -> np.ndarray:
     """The pixels of a file, as it has them.
 
     Args:
-      path: A PNG, JPEG or TIFF; of a TIFF the only page.
+      path: One of `FORMATS`; of a JPEG of several pictures, as phones write them, the first.
       masks: Whether pixels are numbers of classes: those of a palette stay numbers, and colours are refused.
     Returns:
       uint8, uint16, int32 or float32 [H, W] where it is grey, uint8[H, W, 3] where it has colours; transparency is left
       out, and a photograph stands as its camera was held.
     Raises:
-      UserError: it cannot be read, is damaged, has several pages, or colours of 16 bits.
+      UserError: it cannot be read, is damaged, has several pages or moves, or has colours of 16 bits.
+    Warns:
+      UserWarning: its EXIF block is damaged, so that nobody knows how the camera was held.
     """
     image_module = library("PIL.Image", "Pillow", f"reading {path}")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as damage:
             warnings.simplefilter("error")  # of far too many pixels, and of damaged tags
-            with image_module.open(path) as image:
-                pages = getattr(image, "n_frames", 1)
+            warnings.filterwarnings("always", "(possibly )?corrupt exif data")
+            warnings.filterwarnings("ignore", "image appears to be a malformed mpo file")  # it has a first picture
+            with image_module.open(path, formats=tuple(FORMATS)) as image:
+                pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
                 cut = len(image.getbands()) > 1 and re.search(r";16[BLN]", str(image.tile))  # Pillow makes 8 bits of it
                 image.load()
                 if masks:
                     shown = image
                 else:
-                    shown = importlib.import_module("PIL.ImageOps").exif_transpose(image)
+                    shown = _upright(image)
                     if shown.mode == "P":
                         shown = shown.convert("RGBA")  # RGB is not made of shades of transparency without a warning
                     plain = {"1": "L", "LA": "L", "La": "L"}.get(shown.mode)
                     if plain or (shown.mode not in ("L", "RGB", "I", "F") and not shown.mode.startswith("I;16")):
                         shown = shown.convert(plain or "RGB")
                 pixels = np.array(shown)
+                if damage and image.format == "TIFF":  # its tags are those of the picture
+                    raise ValueError(damage[0].message)
     except Exception as error:  # Pillow has several of its own, for damaged files and for far too large ones
         raise UserError(
             f"{path} is no picture that can be read ({str(error) or type(error).__name__}). Copy or write it again; "
             f"files are {', '.join(SUFFIXES)}."
         ) from error
+    if damage:
+        warnings.warn(
+            f"{path} has a damaged EXIF block ({str(damage[0].message).strip()}): the picture may be turned, since "
+            "that block says how the camera was held.",
+            stacklevel=2,
+        )
     if cut:
         raise UserError(
             f"{path} has colours of 16 bits, of which Pillow reads 8. Convert it to colours of 8 bits, or to one grey "
@@ -80,6 +102,17 @@ def read_picture(path: pathlib.Path, *, masks: bool = False) -> np.ndarray:
     if pixels.dtype.kind == "b":
         pixels = pixels.astype(np.uint8)
     return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
+
+
+def _upright(image: Any) -> Any:
+    """A picture of Pillow's as its camera was held, with a warning where its EXIF block cannot be read."""
+    try:
+        return importlib.import_module("PIL.ImageOps").exif_transpose(image)
+    except Exception as error:
+        if image.format == "TIFF":
+            raise
+        warnings.warn(f"corrupt EXIF data: {error or type(error).__name__}", stacklevel=2)
+        return image
 
 
 def resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -114,6 +147,25 @@ def windowed(
     if not window[0] < window[1]:
         raise UserError(f"{argument} must be a smaller and a larger value; got {window[0]},{window[1]}.")
     return pixels.astype(np.float32).clip(np.float32(window[0]), np.float32(window[1]))
+
+
+def check_bits(pixels: np.ndarray, path: object, others: np.dtype, first: object) -> None:
+    """Refuses pictures of 8 bits beside such of more: there is no window for both.
+
+    Args:
+      pixels: Of a file.
+      path: Which.
+      others: Of another file of the same data set.
+      first: Which.
+
+    Raises:
+      UserError: one has 8 bits, the other has not.
+    """
+    if (pixels.dtype == np.uint8) != (others == np.uint8):
+        raise UserError(
+            f"{path} has pixels of {pixels.dtype}, {first} of {others}: a window that suits the one makes the other "
+            "black or white. Write all with 8 bits, or all with more, in the same units."
+        )
 
 
 def stamp(source: object) -> tuple[object, ...]:
@@ -185,13 +237,14 @@ class Fit:
         """All pictures of a data set, each with where it is from: [N, H, W, C].
 
         Raises:
-          UserError: they differ in size, channels or dtype.
+          UserError: they differ in size or channels, or some have 8 bits and others more.
         """
         found: list[np.ndarray] = []
-        first: object = None
+        first, dtype = object(), np.dtype(np.uint8)
         for pixels, path in pictures:
+            first, dtype = (first, dtype) if found else (path, pixels.dtype)
+            check_bits(pixels, path, dtype, first)
             picture = self(pixels, path)
-            first = path if not found else first
             if found and picture.shape != found[0].shape:
                 (h, w, c), (wanted_h, wanted_w, wanted_c) = picture.shape, found[0].shape
                 change = (
@@ -200,11 +253,6 @@ class Fit:
                 raise UserError(
                     f"{path} has {h} x {w} pixels and {c} channel(s), {first} has {wanted_h} x {wanted_w} and "
                     f"{wanted_c}. All must be alike: --set data.{change} makes them so."
-                )
-            if found and picture.dtype != found[0].dtype:
-                raise UserError(
-                    f"{path} has pixels of {pixels.dtype}, {first} has such of 8 bits. Give a window for all of them: "
-                    "--set data.window=LOW,HIGH."
                 )
             found.append(picture)
         return np.stack(found)

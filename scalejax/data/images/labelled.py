@@ -63,6 +63,9 @@ class LabelledImages:
       size: (height, width) to which pictures are scaled; None = they must have one size.
       channels: 1 or 3, which pictures are made to have; None = they must have one number.
       window: Smallest and largest value that is kept; pictures of more than 8 bits need it.
+      mean: Of each channel, with which pixels are standardised, in units of stored pixels: that of the pictures which a
+        model was trained with before, see `init`. None = what is measured in the training pictures.
+      std: Likewise.
       validation: Share of the training pictures that are set apart, where the source has no such split.
       test: Likewise.
       split_seed: Of what is set apart.
@@ -76,6 +79,8 @@ class LabelledImages:
     size: tuple[int, int] | None = None
     channels: Literal[1, 3] | None = None
     window: tuple[float, float] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
     validation: float = 0.1
     test: float = 0.1
     split_seed: int = 0
@@ -92,8 +97,8 @@ class LabelledImages:
             width=width,
             channels=images.shape[3],
             dtype="uint8" if images.dtype == np.uint8 else "float32",
-            mean=mean,
-            std=std,
+            mean=self.mean or mean,
+            std=self.std or std,
             classes=parts.names,
             window=self.window,
             batch_size=self.batch_size,
@@ -112,7 +117,14 @@ class LabelledImages:
             noisy = true if split == "test" else self.noise.apply(true, len(parts.names), number)
             arrays = {"images": images, "labels": noisy, "true_labels": true}
             splits[split] = arrays if split == "train" else self.augment.middle(arrays)
-        return ImageDataSet(splits, batch_size=self.batch_size, schema=schema, augment=self.augment, seed=self.seed)
+        return ImageDataSet(
+            splits,
+            batch_size=self.batch_size,
+            schema=schema,
+            augment=self.augment,
+            seed=self.seed,
+            remarks=parts.remarks,
+        )
 
     def _parts(self) -> LabelledParts:
         fit = files.Fit(size=self.size, channels=self.channels, window=self.window)
@@ -136,7 +148,7 @@ def _split(
     for split in ("validation", "test"):
         if split in parts.labels:
             images[split], labels[split] = parts.images[split], parts.labels[split]
-    return LabelledParts(images, labels, parts.names)
+    return dataclasses.replace(parts, images=images, labels=labels)
 
 
 def set_apart(count: int, *, validation: float, test: float, seed: int, what: str) -> dict[str, np.ndarray]:

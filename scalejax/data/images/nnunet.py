@@ -98,6 +98,7 @@ class NnUnetFolder:
         test: list[int] = []
         between: list[float] = []
         first: tuple[tuple[int, ...], tuple[float, float] | None, str] | None = None
+        seen: dict[int, tuple[np.dtype, pathlib.Path]] = {}
         for folder in ("Tr", "Ts"):
             for case, channels in _cases(told, folder).items():
                 if case in names:
@@ -105,7 +106,7 @@ class NnUnetFolder:
                         f"{told.path}: case {case} is in imagesTr and in imagesTs, and what is learnt from must not be "
                         "tested. Remove it from one of them, or rename one if they are two cases."
                     )
-                picture, mask, distances = self._read_case(told, channels, told.path / f"labels{folder}", case)
+                picture, mask, distances = self._read_case(told, channels, told.path / f"labels{folder}", case, seen)
                 shape, spacing = picture.shape[1:], None if distances is None else distances[1:]
                 first = first or (shape, spacing, case)
                 if shape != first[0] or not _alike(spacing, first[1]):
@@ -121,11 +122,7 @@ class NnUnetFolder:
                 masks.append(mask)
                 names.append(case)
                 between += [] if distances is None else [distances[0]]
-        if first is None or len({picture.dtype for picture in images}) > 1:
-            raise UserError(
-                f"{told.path}: some cases have 8 bits and others more. Give a window for all of them: --set "
-                "data.source.window=LOW,HIGH."
-            )
+        assert first is not None  # `_cases` refuses a folder without any
         cases = np.concatenate([np.full(len(mask), n, np.int32) for n, mask in enumerate(masks)])
         return MaskedCases(
             images=np.concatenate(images),
@@ -139,9 +136,17 @@ class NnUnetFolder:
         )
 
     def _read_case(
-        self, told: "_Described", channels: list[pathlib.Path], labels: pathlib.Path, case: str
+        self,
+        told: "_Described",
+        channels: list[pathlib.Path],
+        labels: pathlib.Path,
+        case: str,
+        seen: dict[int, tuple[np.dtype, pathlib.Path]],
     ) -> tuple[np.ndarray, np.ndarray, volumes.Distances | None]:
-        """Pictures [N, H, W, C] of a case, its masks int32[N, H, W], and how far slices and pixels are apart."""
+        """Pictures [N, H, W, C] of a case, its masks int32[N, H, W], and how far slices and pixels are apart.
+
+        `seen` has dtype and path of each channel's first file, and is filled.
+        """
         file = labels / f"{case}{told.ending}"
         if not file.exists():
             raise UserError(
@@ -162,8 +167,10 @@ class NnUnetFolder:
             )
         mask = mask[..., 0].astype(np.int32)
         pictures: list[np.ndarray] = []
-        for path in channels:
+        for number, path in enumerate(channels):
             picture, own = self._read_file(path, masks=False)
+            if self.standardize == "no":
+                files.check_bits(picture, path, *seen.setdefault(number, (picture.dtype, path)))
             if picture.shape[:3] != mask.shape:
                 raise UserError(
                     f"{path} has {_sized(picture)} and its mask {file.name} {_sized(mask)}. Write both on one grid."

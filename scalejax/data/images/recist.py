@@ -202,13 +202,13 @@ def read_marks(path: pathlib.Path, *, unsound: Unsound = "refuse") -> Marks:
     """
     wanted = ("File_name", "Train_Val_Test", *_COLUMNS)
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark before the first name
             reader = csv.DictReader(file)
             missing = [name for name in wanted if name not in (reader.fieldnames or ())]
             rows = [] if missing else list(reader)
-    except OSError as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
-            f"{path} cannot be read ({error}). Give the folder that has DL_info.csv of DeepLesion."
+            f"{path} cannot be read as a table in UTF-8 ({error}). Give the folder that has DL_info.csv of DeepLesion."
         ) from error
     if missing:
         raise UserError(f"{path} has no column {', '.join(missing)}. Give DL_info.csv as DeepLesion has it.")
@@ -227,7 +227,7 @@ def read_marks(path: pathlib.Path, *, unsound: Unsound = "refuse") -> Marks:
         split = (row["Train_Val_Test"] or "").strip()
         if split not in _SPLITS:
             raise UserError(f"{path}, line {n + 2}: Train_Val_Test must be 1, 2 or 3; got {split!r}.")
-        name = re.fullmatch(r"(.+)_(\d+\.\w+)", row["File_name"])
+        name = re.fullmatch(r"(\w[\w.-]*)_(\d+\.\w+)", row["File_name"] or "")
         if name is None:
             raise UserError(
                 f"{path}, line {n + 2}: File_name must be a series and the number of a slice, such as "

@@ -5,12 +5,13 @@ A source is a frozen dataclass of plain values. Its `parts()` gives images of an
 middle square and scaled by area, so that each pixel becomes the mean of what it covers.
 """
 
+import collections
 import dataclasses
 import importlib
 import importlib.resources
 import pathlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -31,11 +32,13 @@ class GreyImages:
       pixels: uint8[N, 28, 28]; 0 is black.
       labels: int64[N], numbers of classes.
       names: Of the classes.
+      remarks: What a user should know of how they were read.
     """
 
     pixels: np.ndarray
     labels: np.ndarray
     names: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.labels.size
@@ -49,11 +52,13 @@ class LabelledParts:
       images: uint8 or float32 [N, H, W, C] of each split.
       labels: int64[N] of each.
       names: Of the classes.
+      remarks: What a user should know of how they were read.
     """
 
     images: dict[str, np.ndarray]
     labels: dict[str, np.ndarray]
     names: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,9 +151,10 @@ class IdxFolder:
 class ImageFolder:
     """Images of the user's: files in a folder for each class, whose name is the class and the caption, or one npz.
 
-    `parts()` takes PNG, JPEG and TIFF, also below folders train/, validation/ (or val/) and test/, which then are the
-    splits; and arrays of an npz that are called train_images, train_labels, test_images and so on. `read()` takes *.png
-    (matplotlib reads them) and averages colours.
+    `parts()` takes the formats of `files.FORMATS`, also below folders train/, validation/ (or val/) and test/, which
+    then are the splits; and arrays of an npz that are called train_images, train_labels, test_images and so on.
+    `read()` takes *.png (matplotlib reads them) and averages colours. Other files are left out, and a remark counts
+    them; names that begin with a dot are no pictures.
 
     Attributes:
       path: A folder of folders of files of any size; or an .npz with images uint8[N, H, W] (or [N, H, W, C]) and labels
@@ -196,7 +202,8 @@ class ImageFolder:
             for name in sorted(folders)
             for file in folders[name]
         )
-        found = LabelledParts({}, {}, names)
+        taken = [file for folders in splits.values() for those in folders.values() for file in those]
+        found = LabelledParts({}, {}, names, _left_out(path, taken, files.SUFFIXES))
         start = 0
         for split, folders in splits.items():
             labels = [names.index(name) for name in sorted(folders) for _ in folders[name]]
@@ -223,7 +230,7 @@ class ImageFolder:
         return GreyImages(np.stack([scaled(image) for image in images]), labels.astype(np.int64), names)
 
     def _folders(self, path: pathlib.Path) -> GreyImages:
-        found = sorted(path.glob("*/*.png"))
+        found = sorted(file for folder in _folders_in(path) for file in _pictures_in(folder, (".png",)))
         if not found:
             raise UserError(
                 f"data.images.path: {path} has no folder with *.png files in it. Give a folder that has one for each "
@@ -231,7 +238,8 @@ class ImageFolder:
             )
         names = tuple(sorted({file.parent.name for file in found}))
         labels = [names.index(file.parent.name) for file in found]
-        return GreyImages(np.stack([_png(file) for file in found]), np.array(labels, np.int64), names)
+        pixels = np.stack([_png(file) for file in found])
+        return GreyImages(pixels, np.array(labels, np.int64), names, _left_out(path, found, (".png",)))
 
 
 AnyImages = FashionMnist | Digits | ImageFolder
@@ -310,6 +318,9 @@ def _parts_of(arrays: dict[str, np.ndarray], fit: files.Fit, path: object, names
         largest = max(largest, int(labels.max()))
     if len(np.unique(arrays["train_labels"])) < 2:
         raise UserError(f"data.source.path: {path} has one class alone to learn from. Give labels of two or more.")
+    first = arrays["train_images"].dtype
+    for split in splits:
+        files.check_bits(arrays[f"{split}_images"], f"{path}: {split}", first, "train")
     images = {split: fit.all(arrays[f"{split}_images"], path) for split in splits}
     height, width, channels = images["train"].shape[1:]
     for split, those in images.items():
@@ -339,10 +350,7 @@ def _class_folders(path: pathlib.Path) -> dict[str, dict[str, list[pathlib.Path]
     for split in ("train", "validation", "test"):
         if split not in roots:
             continue
-        found[split] = {
-            folder.name: sorted(file for file in folder.iterdir() if file.suffix.lower() in files.SUFFIXES)
-            for folder in _folders_in(roots[split])
-        }
+        found[split] = {folder.name: _pictures_in(folder, files.SUFFIXES) for folder in _folders_in(roots[split])}
         for name, pictures in found[split].items():
             if not pictures:
                 raise UserError(
@@ -360,6 +368,31 @@ def _class_folders(path: pathlib.Path) -> dict[str, dict[str, list[pathlib.Path]
 def _folders_in(path: pathlib.Path) -> Iterator[pathlib.Path]:
     if path.is_dir():
         yield from sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+
+
+def _pictures_in(folder: pathlib.Path, suffixes: Collection[str]) -> list[pathlib.Path]:
+    return sorted(f for f in folder.iterdir() if f.suffix.lower() in suffixes and not f.name.startswith("."))
+
+
+def _left_out(path: pathlib.Path, taken: Collection[pathlib.Path], suffixes: Collection[str]) -> tuple[str, ...]:
+    """A remark on the files below a folder that are none of those that were read; names with a dot before do not count.
+
+    Args:
+      path: The folder.
+      taken: What was read.
+      suffixes: Of what is read, directly in the folder of a class.
+    """
+    known = set(taken)
+    others = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file() and file not in known]
+    others = [file for file in others if not any(part.startswith(".") for part in file.parts)]
+    if not others:
+        return ()
+    endings = collections.Counter(file.suffix.lower() or "no ending" for file in others).most_common()
+    counted = ", ".join(f"{count} of {ending}" for ending, count in endings)
+    return (
+        f"{path}: {len(others)} file(s) were left out ({counted}), such as {', '.join(map(str, others[:3]))}. Read are "
+        f"{', '.join(suffixes)} directly in the folder of a class.",
+    )
 
 
 def scaled(image: np.ndarray) -> np.ndarray:

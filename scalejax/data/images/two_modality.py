@@ -179,7 +179,7 @@ class TwoModalityData:
         edges = [round(edge, 12) for edge in (self.split.train, self.split.train + self.split.validation)]
         of = np.digitize(shares, edges)
         return {
-            split: GreyImages(images.pixels[of == s], images.labels[of == s], images.names)
+            split: dataclasses.replace(images, pixels=images.pixels[of == s], labels=images.labels[of == s])
             for s, split in enumerate(SPLITS)
         }
 
@@ -222,15 +222,17 @@ class TwoModalityDataSet(TokenDataSet):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is said when a run begins: how well the codebook draws images, and whether rows are full."""
+        """What is said when a run begins: files that were left out, how well images are drawn, if rows are full."""
+        read = self.images["train"].remarks
         errors = ", ".join(f"{error:.0f} ({split})" for split, error in self._errors.items())
         drawn = (
             f"Codebook of {len(self.codebook)} patches: mean squared error of the pixels of decoded images, of 255²: "
             f"{errors}."
         )
         if self._tokens == self.schema.length:
-            return (drawn,)
+            return (*read, drawn)
         return (
+            *read,
             drawn,
             f"Rows have {self._tokens} tokens and {self.schema.length - self._tokens} positions of padding: no whole "
             "number of images and text beside them fills a row inside of data.image_share.",

@@ -4,7 +4,8 @@
     torchvision    layer2.0.conv1.weight                                          (timm's ResNets have these, too)
 
 Which names a folder has is seen from them. With those of Hugging Face config.json says the architecture, which must be
-that of the recipe, and preprocessor_config.json how pixels are standardised.
+that of the recipe, and the names of the classes; preprocessor_config.json says how pixels are standardised, which must
+be as in the data. timm's config.json may say both, too. The head is brought to the order of the data's classes.
 """
 
 import pathlib
@@ -126,7 +127,7 @@ def shapes_of(config: ResNetShape, schema: ImageSchema) -> dict[str, tuple[int, 
 def open_folder(folder: pathlib.Path, config: ResNetShape, schema: ImageSchema) -> Trained:
     """A ResNet of others as something to begin with; arrays are read when they are indexed.
 
-    Its head may be for other classes: `surgery.heads.NewHead` begins with all but that.
+    Its head may be for other classes, which its `identity` then says: `surgery.heads.NewHead` begins with all but that.
 
     Args:
       folder: Has model.safetensors, or shards with an index.
@@ -134,12 +135,16 @@ def open_folder(folder: pathlib.Path, config: ResNetShape, schema: ImageSchema) 
       schema: Of the pictures.
 
     Raises:
-      UserError: the folder is damaged, or holds another model; says in what.
+      UserError: the folder is damaged, holds another model, or was trained with pixels that were standardised by other
+        numbers; says in what.
     """
     tensors = safetensors.open_folder(folder)
     names: Names = "torchvision" if f"{_STEMS['torchvision'][0]}.weight" in tensors else "huggingface"
+    said = _read(folder / CONFIG) if names == "huggingface" or (folder / CONFIG).exists() else {}
     if names == "huggingface":
-        _check_same(config, schema, folder / CONFIG)
+        _check_same(config, schema, said, folder / CONFIG)
+    classes = _classes(said, names, folder / CONFIG)
+    _check_pixels(folder, said, schema)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{_COUNTER}")}
     shapes = shapes_of(config, schema)
     head = tensors.get(f"{_HEADS[names]}.weight")
@@ -153,13 +158,25 @@ def open_folder(folder: pathlib.Path, config: ResNetShape, schema: ImageSchema) 
         return LazyArray(shapes[path], source.dtype(path), lambda index: source.read(path, None)[index])
 
     arrays = {entry.path: array(entry.path) for entry in entries}
+    outputs = shapes["head/kernel"][-1]
+    permuted = len(set(classes)) == outputs and sorted(classes) == sorted(schema.classes)
+    if permuted:
+        order = np.array([classes.index(name) for name in schema.classes])
+        for path in ("head/kernel", "head/bias"):
+            arrays[path] = _reordered(arrays[path], order)
     means = {path for path in arrays if path.endswith(("/mean", "/variance"))}
     return Trained(
         params={path: a for path, a in arrays.items() if path not in means},
         variables={path: arrays[path] for path in means},
         step=0,
+        identity={"data.classes": ", ".join(classes)} if classes and not permuted else {},
         origin=f"folder {folder}",
     )
+
+
+def _reordered(array: LazyArray, order: np.ndarray) -> LazyArray:
+    """An array with other places along its last axis."""
+    return LazyArray(array.shape, array.dtype, lambda index: np.asarray(array[...])[..., order][index])
 
 
 def renamed(config: ResNetShape, arrays: Mapping[str, AnyArray], names: Names) -> dict[str, np.ndarray]:
@@ -248,13 +265,63 @@ def _preprocessor(schema: ImageSchema) -> dict[str, object]:
     }
 
 
-def _check_same(config: ResNetShape, schema: ImageSchema, where: pathlib.Path) -> None:
-    """Compares what a config.json says with what the recipe asks for; their defaults are those of transformers."""
+def _read(where: pathlib.Path) -> dict[str, Any]:
     try:
         content: Any = json_reading.read(where)
-        kind = content.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+        return {**content}
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{where}: cannot be read as a JSON object: {error}. Copy the file anew.") from error
+
+
+def _classes(content: dict[str, Any], names: Names, where: pathlib.Path) -> tuple[str, ...]:
+    """Names of the outputs of the head in their order; () = the folder has none."""
+    generic = {"0": "LABEL_0", "1": "LABEL_1"}  # what transformers leaves out
+    said: Any = content.get("id2label", generic) if names == "huggingface" else content.get("label_names", ())
+    if isinstance(said, dict):
+        if sorted(said) != sorted(map(str, range(len(said)))):
+            raise UserError(f"{where}: id2label must name classes 0, 1, 2, ...; got {said}. Mend it, or copy it anew.")
+        said = [said[str(number)] for number in range(len(said))]
+    if not isinstance(said, list | tuple) or not all(isinstance(name, str) for name in said):
+        raise UserError(f"{where}: names of classes must be texts; got {said!r}. Mend them, or copy the file anew.")
+    return tuple(said)
+
+
+def _check_pixels(folder: pathlib.Path, content: dict[str, Any], schema: ImageSchema) -> None:
+    """Refuses pixels that are standardised by other numbers than those which a folder names, if it names some."""
+    where, timm = folder / PREPROCESSOR, content.get("pretrained_cfg")
+    if where.exists():
+        said = _read(where)
+        unit = said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0
+        plain = not said.get("do_normalize", True)
+        mean, std = (0.0, 1.0) if plain else (said.get("image_mean"), said.get("image_std"))
+    elif isinstance(timm, dict) and "mean" in timm:
+        where, unit, mean, std = folder / CONFIG, 1 / 255, timm["mean"], timm.get("std")
+    else:
+        return
+    try:
+        both = (np.broadcast_to(np.asarray(value, np.float64), schema.channels) for value in (mean, std))
+        values = np.stack(list(both)) / unit
+        sound = bool(np.isfinite(values).all() and (values[1] > 0).all())
+    except (TypeError, ValueError, ZeroDivisionError):
+        sound, values = False, np.zeros((2, 0))
+    if not sound:
+        raise UserError(
+            f"{where}: mean and standard deviation of pixels must be {schema.channels} numbers each, the latter above "
+            f"0; got {mean} and {std}, of pixels times {unit}. Mend the file, or copy it anew."
+        )
+    here = np.array([schema.mean, schema.std])
+    if (np.abs(values - here) > 1e-3 * values[1]).any():
+        theirs, ours = ([",".join(f"{value:g}" for value in row) for row in rows] for rows in (values, here))
+        raise UserError(
+            f"{where}: pixels were standardised by the mean {theirs[0]} and the deviation {theirs[1]}, and here they "
+            f"are by {ours[0]} and {ours[1]}. Take what the model was trained with: --set data.mean={theirs[0]} --set "
+            f"data.std={theirs[1]}."
+        )
+
+
+def _check_same(config: ResNetShape, schema: ImageSchema, content: dict[str, Any], where: pathlib.Path) -> None:
+    """Compares what a config.json says with what the recipe asks for; their defaults are those of transformers."""
+    kind = content.get("model_type")
     if kind != "resnet":
         raise UserError(f"{where}: model_type must be 'resnet'; got {kind!r}. Give the folder of a {_MODEL}.")
     wanted, found = config_json(config, schema), {**_DEFAULTS, **content}

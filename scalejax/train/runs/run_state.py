@@ -166,7 +166,8 @@ def with_model(
         if different := manifests.differences(source.identity, settings):
             raise UserError(
                 f"{where}: {source.origin} is of another model: {'; '.join(different)}. Set what it was trained with, "
-                "or give a surgery that makes the one of the other, as surgery.experts.Upcycle does with new routers."
+                "or give a surgery that makes the one of the other: surgery.heads.NewHead for other classes, "
+                "surgery.experts.Upcycle for new routers."
             )
     # Rows of the batch begin anew: they belong to examples.
     variables = {path: v for path, v in state.variables.items() if model.variable_specs[path] == P()}

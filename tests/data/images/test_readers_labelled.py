@@ -52,6 +52,98 @@ def test_a_folder_of_class_folders_is_read_by_name(tmp_path: pathlib.Path) -> No
     assert [split.num_examples(name) for name in ("train", "validation", "test")] == [3, 1, 2]
 
 
+def test_all_forms_of_pictures_are_read_and_what_is_left_out_is_counted(tmp_path: pathlib.Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name / "0.png", picture(6, 8, 3))
+    red = np.full((6, 8, 3), (254, 0, 0), np.uint8)
+    write(tmp_path / "a" / "1.gif", red)
+    write(tmp_path / "a" / "2.webp", red, lossless=True)
+    write(tmp_path / "a" / "3.jfif", red, format="JPEG")
+    assert folder_of(tmp_path).build().remarks == ()
+    for place in ("a/.DS_Store", "a/notes.txt", "a/sub/4.png", "a/sub/5.png", "b/6.avif", "list"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_bytes(b"")
+    data = folder_of(tmp_path, seed=1).build()
+    assert data.num_examples("train") == 5
+    np.testing.assert_array_equal(data.splits["train"]["images"][1:4], [red] * 3)
+    (remark,) = data.remarks
+    said = (
+        "5 file(s) were left out (2 of .png, 1 of .txt, 1 of .avif, 1 of no ending), such as a/notes.txt, a/sub/4.png"
+    )
+    assert said in remark
+
+
+def test_pictures_of_eight_bits_beside_deeper_ones_are_refused(tmp_path: pathlib.Path) -> None:
+    write(tmp_path / "a" / "0.png", picture())
+    write(tmp_path / "b" / "0.png", picture().astype(np.uint16) * 257)
+    for window in (None, (0.0, 65535.0)):
+        with pytest.raises(UserError, match=r"b/0.png has pixels of uint16, .*a/0.png of uint8: a window that suits"):
+            folder_of(tmp_path, window=window).build()
+    labels = np.arange(4) % 2
+    deep = picture(4, 5, 5).astype(np.uint16)
+    np.savez(
+        tmp_path / "x.npz", train_images=picture(4, 5, 5), train_labels=labels, test_images=deep, test_labels=labels
+    )
+    with pytest.raises(UserError, match=r"x.npz: test has pixels of uint16, train of uint8"):
+        folder_of(tmp_path / "x.npz", window=(0.0, 65535.0)).build()
+
+
+def test_a_mean_and_a_deviation_that_are_given_are_those_of_the_schema(tmp_path: pathlib.Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name / "0.png", picture())
+    schema = folder_of(tmp_path, mean=(120.0,), std=(60.0,)).schema()
+    assert (schema.mean, schema.std) == ((120.0,), (60.0,))
+    with pytest.raises(UserError, match=r"must have a number for each of 1 channel"):
+        folder_of(tmp_path, mean=(120.0, 1.0, 1.0)).schema()
+
+
+def jpeg_with_exif(path: pathlib.Path, pixels: np.ndarray) -> bytearray:
+    tags = pillow.Exif()
+    tags[0x0112] = 3  # upside down
+    write(path, pixels, exif=tags)
+    return bytearray(path.read_bytes())
+
+
+@pytest.mark.parametrize("at", [4, 8])  # where tags begin; how many there are
+def test_a_damaged_exif_block_is_one_warning(tmp_path: pathlib.Path, at: int) -> None:
+    path = tmp_path / "x.jpg"
+    data = jpeg_with_exif(path, picture(8, 8, 3))
+    held = read_picture(path)
+    place = data.find(b"Exif\0\0") + 6 + at
+    data[place : place + 2] = b"\xff\xff"
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match=r"x.jpg has a damaged EXIF block .*: the picture may be turned") as said:
+        found = read_picture(path)
+    assert len(said) == 1
+    np.testing.assert_array_equal(found, held if at == 8 else held[::-1, ::-1])
+
+
+def test_of_a_phone_s_two_pictures_the_first_is_read(tmp_path: pathlib.Path) -> None:
+    pixels = picture(16, 16, 3)
+    write(tmp_path / "plain.jpg", pixels)
+    other = [pillow.fromarray(picture(8, 8, 3))]
+    write(tmp_path / "phone.jpg", pixels, format="MPO", save_all=True, append_images=other)
+    np.testing.assert_array_equal(read_picture(tmp_path / "phone.jpg"), read_picture(tmp_path / "plain.jpg"))
+    write(tmp_path / "moves.gif", pixels, save_all=True, append_images=[pillow.fromarray(picture(16, 16, 3))])
+    with pytest.raises(UserError, match=r"moves.gif has 2 pages"):
+        read_picture(tmp_path / "moves.gif")
+
+
+def test_a_file_that_would_start_a_program_is_not_opened(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow gives EPS to Ghostscript, whatever the file is called."""
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\necho 10.03.0\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    path = tmp_path / "a.png"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(UserError, match=r"a.png is no picture that can be read"):
+        read_picture(path)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_folders_of_splits_are_the_splits(tmp_path: pathlib.Path) -> None:
     for split, count in (("train", 3), ("val", 2), ("test", 1)):
         for n in range(count):

@@ -1,6 +1,7 @@
 """Folders in the layout of nnU-Net v2: what is read of them, and what is refused."""
 
 import collections
+import gzip
 import json
 import pathlib
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from scalejax import optim
+from scalejax.data import packed_files
 from scalejax.data.images.augment import Augment
 from scalejax.data.images.nnunet import MaskedImages, NnUnetFolder
 from scalejax.data.images.volumes import fitted, read_volume, resampled, resampled_masks
@@ -327,6 +329,13 @@ def test_mri_is_standardized_by_case(tmp_path: pathlib.Path) -> None:
     assert data.schema.identity()["data.standardized"] == "by case"
 
 
+def test_cases_of_eight_bits_beside_deeper_ones_are_refused(tmp_path: pathlib.Path) -> None:
+    one_image(ct(tmp_path), volume(1)[0].astype(np.uint8))
+    with pytest.raises(UserError, match=r"ct_1_0000.nii.gz has pixels of uint8, .*ct_0_0000.nii.gz of int16: a window"):
+        of(tmp_path).read()
+    assert of(tmp_path, window=None, standardize="case").read().images.dtype == np.float32
+
+
 def test_labelled_slices_alone_may_be_trained_on(tmp_path: pathlib.Path) -> None:
     ct(tmp_path)
     for n in range(5):
@@ -427,6 +436,58 @@ def test_a_series_that_lacks_a_slice_or_has_none_is_refused(tmp_path: pathlib.Pa
     (tmp_path / "other" / "a.dcm").write_bytes((tmp_path / "0.dcm").read_bytes()[:600])
     with pytest.raises(UserError, match="is no DICOM file that can be read"):
         read_volume(tmp_path / "other")
+
+
+def deflated(path: pathlib.Path, more: int = 0) -> None:
+    """The same slice in the deflated transfer syntax, with a private element of so many bytes."""
+    data = pydicom.dcmread(path)
+    data.file_meta.TransferSyntaxUID = pydicom.uid.DeflatedExplicitVRLittleEndian
+    if more:
+        data.add_new(0x00091010, "OB", bytes(more))
+    data.save_as(path, enforce_file_format=True)
+
+
+def test_deflated_dicom_is_read_within_the_bound_of_all_packed_files(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_series(tmp_path / "s", volume(0)[0])
+    plain = read_volume(tmp_path / "s")
+    for path in (tmp_path / "s").iterdir():
+        deflated(path)
+    np.testing.assert_array_equal(read_volume(tmp_path / "s").voxels, plain.voxels)
+    monkeypatch.setattr(packed_files, "ALWAYS_BYTES", 2**16)
+    np.testing.assert_array_equal(read_volume(tmp_path / "s").voxels, plain.voxels)
+    deflated(path, 2**20)
+    assert path.stat().st_size < 2**12
+    with pytest.raises(UserError, match=r"is no DICOM file that can be read \(it unpacks to more than 500 times"):
+        read_volume(tmp_path / "s")
+    path.write_bytes(path.read_bytes()[:-40])
+    monkeypatch.setattr(packed_files, "ALWAYS_BYTES", 2**28)
+    with pytest.raises(UserError, match=r"is no DICOM file that can be read \(its deflated part ends early"):
+        read_volume(tmp_path / "s")
+
+
+def test_a_dicom_header_that_asks_for_more_than_the_file_can_hold_is_refused(tmp_path: pathlib.Path) -> None:
+    dicom(tmp_path / "0.dcm", np.zeros((4, 4)), 0.0, 0, Rows=60_000, Columns=60_000)
+    with pytest.raises(UserError, match="unpacks to more than 500 times"):
+        read_volume(tmp_path)
+
+
+def test_a_nifti_file_that_is_a_bomb_behind_its_header_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.nii"
+    write_nifti(path, volume(0)[0])
+    whole = path.read_bytes()
+    (tmp_path / "x.nii.gz").write_bytes(gzip.compress(whole + bytes(2**20)))
+    monkeypatch.setattr(packed_files, "ALWAYS_BYTES", 2**16)
+    with pytest.raises(UserError, match=r"x.nii.gz is no NIfTI file that can be read \(it unpacks to more than 500"):
+        read_volume(tmp_path / "x.nii.gz")
+    surfaces = bytearray(whole)
+    surfaces[68:70] = np.array(3001, "<i2").tobytes()
+    path.write_bytes(surfaces)
+    with pytest.raises(UserError, match=r"x.nii is no NIfTI file that can be read \(it is CIFTI, values of surfaces"):
+        read_volume(path)
 
 
 def test_a_stack_that_leans_is_refused(tmp_path: pathlib.Path) -> None:

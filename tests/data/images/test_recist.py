@@ -182,6 +182,18 @@ def test_marks_of_deep_lesion_are_read_and_its_boxes_are_five_pixels_around_them
     assert marks.spacing[0].tolist() == [0.488281, 0.488281, 5]
 
 
+def test_a_table_that_a_spreadsheet_has_saved_is_read_or_refused(tmp_path):
+    path = deep_lesion(tmp_path, [row("000001_01_01_109.png", CROSS, 1)]) / "DL_info.csv"
+    whole = path.read_bytes()
+    path.write_bytes(b"\xef\xbb\xbf" + whole)
+    assert recist.read_marks(path).files == ("000001_01_01/109.png",)
+    path.write_bytes(whole + "é\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"DL_info.csv cannot be read as a table in UTF-8 \('utf-8' codec"):
+        recist.read_marks(path)
+    with pytest.raises(UserError, match=r"File_name must be a series .*; got '../../x_1.png'"):
+        recist.read_marks(deep_lesion(tmp_path, [row("../../x_1.png", CROSS, 1)]) / "DL_info.csv")
+
+
 def test_slices_of_deep_lesion_are_read_in_a_window_with_their_neighbours(tmp_path):
     units = np.full((64, 64), -2000)
     units[:32], units[0, 0], units[0, 1] = 50, -175, 3000

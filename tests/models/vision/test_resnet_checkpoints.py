@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from scalejax.errors import UserError
 from scalejax.models.llm import mapping, safetensors
 from scalejax.models.vision import resnet, resnet_checkpoints
 from scalejax.models.vision.resnet import ResNetConfig
+from scalejax.surgery.heads import NewHead
+from scalejax.train.checkpoints.trained import Trained
+from scalejax.train.runs import run_state
 
 SCHEMA = ImageSchema(
     height=32, width=40, channels=3, mean=(120.0, 110.0, 100.0), std=(60.0, 50.0, 70.0), classes=("a", "b", "c", "d")
@@ -88,8 +92,77 @@ def test_there_and_back_again(name, names, tmp_path):
         assert said["size"] == {"height": 32, "width": 40}
 
 
-def edited(folder, **fields):
-    path = folder / "config.json"
+def test_classes_come_to_the_order_of_the_data_by_name(tmp_path):
+    config, arrays = SMALL["basic"], drawn(SMALL["basic"])
+    theirs = dataclasses.replace(SCHEMA, classes=("d", "a", "b", "c"))
+    resnet_checkpoints.write_folder(tmp_path / "x", config, theirs, arrays)
+    found = resnet_checkpoints.open_folder(tmp_path / "x", config, SCHEMA)
+    np.testing.assert_array_equal(found.params["head/kernel"][:, 1:], arrays["head/kernel"][:, [2, 3, 0]])
+    np.testing.assert_array_equal(found.params["head/bias"][...], arrays["head/bias"][[1, 2, 3, 0]])
+    assert found.identity == {}
+    edited(tmp_path / "x", id2label={str(n): f"LABEL_{n}" for n in range(4)})
+    found = resnet_checkpoints.open_folder(tmp_path / "x", config, SCHEMA)
+    assert found.identity == {"data.classes": "LABEL_0, LABEL_1, LABEL_2, LABEL_3"}
+    np.testing.assert_array_equal(found.params["head/bias"][...], arrays["head/bias"])
+    edited(tmp_path / "x", id2label={"0": "a", "2": "b"})
+    with pytest.raises(UserError, match=r"id2label must name classes 0, 1, 2, \.\.\.; got"):
+        resnet_checkpoints.open_folder(tmp_path / "x", config, SCHEMA)
+    edited(tmp_path / "x", id2label=["a", 1])
+    with pytest.raises(UserError, match="names of classes must be texts"):
+        resnet_checkpoints.open_folder(tmp_path / "x", config, SCHEMA)
+
+
+def test_classes_of_other_names_are_refused_with_both_lists_unless_the_head_is_new(tmp_path):
+    config = SMALL["basic"]
+    theirs = dataclasses.replace(SCHEMA, classes=("zebra", "ant", "cat", "dog"))
+    resnet_checkpoints.write_folder(tmp_path / "x", config, theirs, drawn(config))
+    program = SimpleNamespace(task=config.task(SCHEMA), model=None)
+    source = resnet_checkpoints.open_folder(tmp_path / "x", config, SCHEMA)
+    with pytest.raises(
+        UserError, match=r"'zebra, ant, cat, dog' in the checkpoint and 'a, b, c, d' here.*heads.NewHead"
+    ):
+        run_state.with_model(program, None, None, source, None, "init=x")
+    fresh = Trained(params=drawn(config), step=0, origin="fresh")
+    params = NewHead().operate(source, fresh).params
+    assert params["head/bias"] is fresh.params["head/bias"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image_mean": [0.5, 0.5, 0.5]}, r"by the mean 127.5,127.5,127.5 .*--set data.mean=127.5,127.5,127.5 --set"),
+        ({"image_std": 0.25}, r"deviation 63.75,63.75,63.75, and here they are by 120,110,100 and 60,50,70"),
+        ({"do_normalize": False}, r"by the mean 0,0,0 and the deviation 255,255,255"),
+        ({"rescale_factor": 1 / 127.5}, r"by the mean 60,55,50 and the deviation 30,25,35"),
+        ({"do_rescale": False}, r"by the mean 0.470588,0.431373,0.392157"),
+        ({"image_mean": None}, r"mean and standard deviation of pixels must be 3 numbers each"),
+        ({"image_std": [1, 0, 1]}, r"3 numbers each, the latter above 0; got"),
+        ({"image_mean": [0.5, 0.5]}, r"3 numbers each"),
+    ],
+)
+def test_pixels_that_were_standardised_otherwise_are_refused(tmp_path, fields, message):
+    config = SMALL["basic"]
+    resnet_checkpoints.write_folder(tmp_path / "x", config, SCHEMA, drawn(config))
+    edited(tmp_path / "x", "preprocessor_config.json", **fields)
+    with pytest.raises(UserError, match=message):
+        resnet_checkpoints.open_folder(tmp_path / "x", config, SCHEMA)
+
+
+def test_what_timm_says_of_pixels_and_classes_counts_too(tmp_path):
+    config, arrays = SMALL["basic"], drawn(SMALL["basic"])
+    resnet_checkpoints.write_folder(tmp_path / "x", config, SCHEMA, arrays, "torchvision")
+    here = {"mean": [m / 255 for m in SCHEMA.mean], "std": [s / 255 for s in SCHEMA.std]}
+    content = {"architecture": "resnet18", "pretrained_cfg": here, "label_names": ["b", "a", "c", "d"]}
+    (tmp_path / "x" / "config.json").write_text(json.dumps(content))
+    found = resnet_checkpoints.open_folder(tmp_path / "x", config, SCHEMA)
+    np.testing.assert_array_equal(found.params["head/bias"][...], arrays["head/bias"][[1, 0, 2, 3]])
+    edited(tmp_path / "x", pretrained_cfg={"mean": [0.5] * 3, "std": [0.5] * 3})
+    with pytest.raises(UserError, match=r"x/config.json: pixels were standardised by the mean 127.5"):
+        resnet_checkpoints.open_folder(tmp_path / "x", config, SCHEMA)
+
+
+def edited(folder, name="config.json", **fields):
+    path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
