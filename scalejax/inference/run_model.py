@@ -1,7 +1,6 @@
 """The language model of a run folder, as its checkpoints hold it."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +11,12 @@ from flax import nnx
 
 from scalejax.data.images.tokenizer import InterleavedTokenizer
 from scalejax.data.images.two_modality import TwoModalityData
+from scalejax.data.text import tokenizer_files
 from scalejax.data.text.files import TextData
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text.mixture import MixtureData
 from scalejax.data.text.shards import TokenShards
 from scalejax.data.text.staged import StagedData
-from scalejax.data.text.tokenizer import Bytes, Characters, Tokenizer
 from scalejax.errors import UserError
 from scalejax.models.llm import families, mapping
 from scalejax.models.llm.architecture import LanguageConfig
@@ -112,7 +111,7 @@ def open_run(
         begins=begins,
         quantization=experiment.quantization,
         files=_tokenizer_files(data),
-        made={} if tokenizer is None else _tokenizer_made(tokenizer, begins),
+        made={} if tokenizer is None else tokenizer_files.of(tokenizer, begins),
         shards=found.checkpoints,
         remarks=(
             f"{'step' if average == 1 else 'mean of steps'} {', '.join(f.name for f in found.checkpoints)} of the run",
@@ -145,62 +144,3 @@ def _tokenizer_files(data: _Source) -> tuple[pathlib.Path, ...]:
     path = pathlib.Path(data.tokenizer.path)
     folder = path if path.is_dir() else path.parent
     return tuple(folder / name for name in COPIED if (folder / name).is_file())
-
-
-def _tokenizer_made(tokenizer: Tokenizer, begins: str) -> dict[str, str]:
-    """Files that other libraries read for tokenizers that have none: {} for one that has."""
-    if isinstance(tokenizer, Bytes):
-        return _byte_tokenizer(begins)
-    return _character_tokenizer(tokenizer.alphabet) if isinstance(tokenizer, Characters) else {}
-
-
-def _character_tokenizer(alphabet: str) -> dict[str, str]:
-    """Characters as words of one character; others are errors, as the token for unknown words does not exist."""
-    one = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-    words = {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(alphabet)}, "unk_token": "<|unknown|>"}
-    return _tokenizer_files_of(specials=[], before=one, after={"type": "Fuse"}, model=words, config={})
-
-
-def _byte_tokenizer(begins: str) -> dict[str, str]:
-    """The tokenizer of bytes as the files of a byte-level BPE without merges, which other libraries read."""
-    specials = [
-        {"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        for name, i in Bytes.special_ids.items()
-    ]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    model = {"type": "BPE", "vocab": {c: byte for byte, c in enumerate(_byte_characters())}, "merges": []}
-    config = {"eos_token": "<|eos|>", "pad_token": "<|pad|>"} | ({"bos_token": "<|bos|>"} if begins == "bos" else {})
-    return _tokenizer_files_of(specials=specials, before=level, after=level, model=model, config=config)
-
-
-def _tokenizer_files_of(
-    *,
-    specials: list[dict[str, object]],
-    before: dict[str, object],
-    after: dict[str, object],
-    model: dict[str, object],
-    config: dict[str, str],
-) -> dict[str, str]:
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [token | {"special": True} for token in specials],
-        "normalizer": None,
-        "pre_tokenizer": before,
-        "post_processor": None,
-        "decoder": after,
-        "model": model,
-    }
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
-    return {
-        "tokenizer.json": json.dumps(tokenizer, indent=1, ensure_ascii=False) + "\n",
-        "tokenizer_config.json": json.dumps(config, indent=1) + "\n",
-    }
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (those of GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -26,6 +26,8 @@ _ROUTERS = re.compile(r"layers/(?:some/|all/)?mlp/(?:\w+/)?(router|auxiliary_in|
 class Upcycle:
     """Experts as copies of one MLP, new routers; all else as it was. A `train.experiment.Surgery`."""
 
+    REMAKES = ("mlp", "depth")
+
     def operate(self, trained: Trained, fresh: Trained) -> Trained:
         """See `train.experiment.Surgery`.
 
@@ -55,6 +57,8 @@ class Upcycle:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddAuxiliaryRouters:
     """The trained model with new auxiliary routers. A `train.experiment.Surgery`."""
+
+    REMAKES = ("auxiliary",)
 
     def operate(self, trained: Trained, fresh: Trained) -> Trained:
         """See `train.experiment.Surgery`.

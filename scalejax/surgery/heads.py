@@ -15,6 +15,8 @@ class NewHead:
 
     head: str = "head"
 
+    REMAKES = ()
+
     def operate(self, trained: Trained, fresh: Trained) -> Trained:
         """See `train.experiment.Surgery`; what else differs is refused by whoever takes the model."""
         params = {path: array for path, array in trained.params.items() if not path.startswith(f"{self.head}/")}

@@ -198,6 +198,8 @@ class ResizeUnits:
     growth: Growth = "zero"
     score: Score = "norm"
 
+    REMAKES = ("hidden",)
+
     def __post_init__(self) -> None:
         check_one_of("ResizeUnits: growth", self.growth, get_args(Growth))
         check_one_of("ResizeUnits: score", self.score, get_args(Score))

@@ -224,7 +224,11 @@ class Checkpoints:
 
 @runtime_checkable
 class Surgery(Protocol):
-    """Makes another model of a trained one; a frozen dataclass of plain values."""
+    """Makes another model of a trained one; a frozen dataclass of plain values.
+
+    It may have a class variable REMAKES, names of the fields of the model's config that it makes anew, or their last
+    words: all others must then be those of the trained model (`train.architecture`). Without it none is compared.
+    """
 
     def operate(self, trained: "Trained", fresh: "Trained") -> "Trained":
         """The model to go on with.

@@ -3,6 +3,7 @@
 import pytest
 
 from scalejax.data import MixtureData, Stage, StagedData, TextData, TokenShards
+from scalejax.data.text import tokenizer_files
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text.tokenizer import ByteTokenizer, CharacterTokenizer
 from scalejax.errors import UserError
@@ -14,7 +15,7 @@ TEXT = "def f(x):\r\n\t return 'é€😀'\n\n  \u2028 <b>"
 
 
 def exported(tokenizer, folder):
-    for name, content in run_model._tokenizer_made(tokenizer, "bos").items():
+    for name, content in tokenizer_files.of(tokenizer, "bos").items():
         (folder / name).write_text(content, encoding="utf-8")
     return HuggingFaceTokenizer(path=str(folder)).build()
 

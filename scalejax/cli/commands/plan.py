@@ -129,9 +129,9 @@ def plan(
     if mesh is not None and named:
         raise UserError(f"the mesh is given twice: --mesh {mesh} and --set {named[0]}. Leave one of them out.")
     environment.prepare()
-    from scalejax import configs
+    from scalejax.configs import origin
 
-    experiment = configs.load(recipe, sets or [])
+    experiment = origin.resolve(recipe, sets or []).experiment
     import scalejax.plan
     from scalejax.plan import planner_machines
     from scalejax.plan.gpu_steps import plan_on_gpus
@@ -239,11 +239,11 @@ def _language_model(recipe: str, sets: list[str]) -> tuple[Any, Any]:
             raise UserError(f"--set {sets[0]}: {recipe} is a folder, whose model is what it is. Leave --set out.")
         model = folders.open_model(pathlib.Path(recipe), recipe=None, step=None)
         return model.config, model.dtype
-    from scalejax import configs
+    from scalejax.configs import origin
     from scalejax.models.llm import families
     from scalejax.train import phases
 
-    experiment = phases.resolved(configs.load(recipe, sets))[-1].experiment  # what a run ends with
+    experiment = phases.resolved(origin.resolve(recipe, sets).experiment)[-1].experiment  # what a run ends with
     config: Any = experiment.model
     if families.find(config) is None:
         raise UserError(

@@ -53,14 +53,14 @@ def shard(
     Prints every table with its place and why, memory and time of every device, and the recipe's own plan beside it.
     """
     environment.prepare()
-    from scalejax import configs
+    from scalejax.configs import origin
     from scalejax.errors import UserError
 
     if save is not None and save.suffix != ".json":
         raise UserError(
             f"--save {save}: must end in .json, by which --set tables.sharding=... knows it. Try {save}.json."
         )
-    experiment = configs.load(recipe, sets or [])
+    experiment = origin.resolve(recipe, sets or []).experiment
     from scalejax.parallel.planner import Constants
     from scalejax.parallel.towers import Partition
     from scalejax.plan import sharding

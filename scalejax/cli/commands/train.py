@@ -133,16 +133,16 @@ def train(
     again += _words({"data": data} | fields | job | said | {"workdir": workdir})
     ends = preemption.deadline(deadline, grace)
     with preemption.Preemption(deadline=ends, grace_s=grace, again=shlex.join(again)) as heard:
-        from scalejax import configs
-        from scalejax.configs import discovery, own_table, serialization
+        from scalejax.configs import discovery, origin, own_table, serialization
 
         own, all_sets = None if data is None else _on_table(recipe, data, fields, sets), sets
         if own is not None:
             recipe, all_sets = own.recipe, list(own.sets)
         elif words := _words(fields):
             raise UserError(f"{words[0].replace('=', ' ', 1)}: goes with --data FILE. Add it.")
-        experiment = configs.load(recipe, all_sets)
-        record = serialization.record(recipe, all_sets, experiment)
+        resolved = origin.resolve(recipe, all_sets, workdir)
+        experiment = resolved.experiment
+        record = {**serialization.record(recipe, resolved.sets, experiment), **resolved.record}
 
         from scalejax.train import distributed, loop, run_folder
         from scalejax.train.reports import console as closing
@@ -158,6 +158,9 @@ def train(
         progress = progresses.shown_on(console)
         if own is not None and console is not None:
             console.print(own.shown())
+        if console is not None:
+            for remark in resolved.remarks:
+                console.print(remark, markup=False, highlight=False, soft_wrap=True)
         if workdir is None:
             heard.again += " " + shlex.quote(f"--workdir={folder}")
         try:

@@ -35,6 +35,8 @@ class NetworkConfig:
     train_sampling: Sampling | None = None
     eval_sampling: Sampling | None = None
 
+    FREE = ("dropout", "train_sampling", "eval_sampling")
+
     def __post_init__(self) -> None:
         name = type(self).__name__
         for field in dataclasses.fields(self):

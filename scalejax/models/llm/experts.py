@@ -86,6 +86,8 @@ class TopK:
     pair_factor: float | None = None
     exchange: Literal["padded", "ragged"] = "padded"
 
+    FREE = ("balance", "z", "bias_rate", "capacity_factor", "pair_factor", "exchange")
+
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"TopK: k must be a whole number of at least 1; got {self.k!r}.")
@@ -137,6 +139,8 @@ class ExpertChoice:
     auxiliary: AuxiliaryRouter | None = None
     noise: Literal["none", "gumbel"] = "none"
 
+    FREE = ("capacity_factor", "noise")
+
     def __post_init__(self) -> None:
         if self.noise not in ("none", "gumbel"):
             raise ValueError(f"ExpertChoice: noise must be none or gumbel; got {self.noise!r}.")
@@ -172,6 +176,8 @@ class Experts:
     router: TopK | ExpertChoice = TopK()
     execution: Execution = "grouped"
     implementation: Implementation | None = None
+
+    FREE = ("execution", "implementation")
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:

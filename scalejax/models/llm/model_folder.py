@@ -136,17 +136,14 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     if kind == "run":
         raise ValueError(f"open_folder: {folder} is a run folder; see run_model.open_run.")
     content = _read_json(folder / (MODEL if kind == "model" else CONFIG))
-    remarks: tuple[str, ...] = ()
+    family, config, tokens, unknown = _read_architecture(folder, kind, content)
     if kind == "model":
-        config, tokens = _read_model_json(content, str(folder / MODEL))
-        family = families.of(config)
         entries, sizes = families.own_table(config)
     else:
-        family = families.of_folder(content, str(folder / CONFIG))
-        config, tokens, unknown = family.read_config(content, str(folder / CONFIG))
         entries, sizes = family.entries(config), family.sizes(config)
-        if unknown:
-            remarks = (f"{CONFIG} also says {', '.join(unknown)}; nothing is known of that, and it was left out",)
+    remarks: tuple[str, ...] = ()
+    if unknown:
+        remarks = (f"{CONFIG} also says {', '.join(unknown)}; nothing is known of that, and it was left out",)
     tensors = safetensors.open_folder(folder)
     shards = tuple(sorted({tensor.file for tensor in tensors.values()}))
     tensors, more = _without_copies(tensors, family, config)
@@ -180,6 +177,27 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     )
 
 
+def read_config(folder: pathlib.Path) -> LanguageConfig:
+    """The architecture of a model folder or a folder of Hugging Face; reads none of its parameters.
+
+    Raises:
+      UserError: as `open_folder`.
+    """
+    kind = kind_of(folder)
+    return _read_architecture(folder, kind, _read_json(folder / (MODEL if kind == "model" else CONFIG)))[1]
+
+
+def _read_architecture(
+    folder: pathlib.Path, kind: Kind, content: dict[str, Any]
+) -> tuple[Architecture[Any], LanguageConfig, SpecialTokens, tuple[str, ...]]:
+    """(family, config, special tokens, keys of which nothing is known) by the file that describes a folder."""
+    if kind == "model":
+        config, tokens = _read_model_json(content, str(folder / MODEL))
+        return families.of(config), config, tokens, ()
+    family = families.of_folder(content, str(folder / CONFIG))
+    return family, *family.read_config(content, str(folder / CONFIG))
+
+
 def as_trained(model: LanguageModel) -> Trained:
     """The parameters of a model under our paths, as a run can begin with them; read when they are indexed."""
     entries, sizes = families.own_table(model.config)
@@ -188,7 +206,7 @@ def as_trained(model: LanguageModel) -> Trained:
         own, layers = entry.shape(sizes), (model.config.layers,) if entry.stacked else ()
         read = functools.partial(_read_part, model.source, entry, layers)
         params[entry.path] = LazyArray((*layers, *own), model.source.dtype(entry.path), read)
-    return Trained(params=params, step=0, origin=f"model folder {model.path}")
+    return Trained(params=params, step=0, architecture=model.config, origin=f"model folder {model.path}")
 
 
 def _read_part(source: ParamSource, entry: Entry, layers: tuple[int, ...], index: Any) -> np.ndarray:

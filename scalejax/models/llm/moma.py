@@ -72,6 +72,8 @@ class ModalityExperts:
     capacities: tuple[int, ...] | None = None
     ranges: tuple[tuple[str, int, int], ...] | None = None
 
+    FREE = ("execution", "capacities", "ranges")
+
     def __post_init__(self) -> None:
         names = [name for name, _ in self.groups]
         if not names or len(set(names)) < len(names):

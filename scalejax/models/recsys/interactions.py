@@ -144,6 +144,8 @@ class FactorizationMachine:
     activation: nn.Activation = "relu"
     dropout: float = 0.0
 
+    FREE = ("dropout",)
+
     def __post_init__(self) -> None:
         for name in ("outputs", "rank", "attention_rows"):
             check_whole(f"FactorizationMachine: {name}", getattr(self, name), 1)
@@ -274,6 +276,8 @@ class DotProduct:
     hidden: tuple[int, ...] = (256,)
     activation: nn.Activation = "relu"
     dropout: float = 0.0
+
+    FREE = ("dropout",)
 
     def __post_init__(self) -> None:
         check_whole("DotProduct: outputs", self.outputs, 1)
@@ -409,6 +413,8 @@ class SelfAttention:
     activation: nn.Activation = "relu"
     dropout: float = 0.0
 
+    FREE = ("dropout",)
+
     def __post_init__(self) -> None:
         for name in ("outputs", "heads"):
             check_whole(f"SelfAttention: {name}", getattr(self, name), 1)
@@ -536,6 +542,8 @@ class MlpExperts:
     hidden: tuple[int, ...] = (256,)
     activation: nn.Activation = "relu"
     dropout: float = 0.0
+
+    FREE = ("dropout",)
 
     def __post_init__(self) -> None:
         for name in ("outputs", "experts"):

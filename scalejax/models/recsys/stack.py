@@ -84,6 +84,8 @@ class StackConfig(abc.ABC):
     embedding_dropout: float = 0.0
     activation: nn.Activation = "relu"
 
+    FREE = ("embedding_scale", "dropout", "embedding_dropout")
+
     def __post_init__(self) -> None:
         name = type(self).__name__
         for field in ("dim", "dense_vectors", "feature_vectors"):

@@ -174,6 +174,8 @@ class OneVectorConfig:
     embedding_scale: float | None = None
     dropout: float = 0.0
 
+    FREE = ("embedding_scale", "dropout")
+
     def __post_init__(self) -> None:
         check_whole(f"{type(self).__name__}: dim", self.dim, 1)
         nn.check_mlp(type(self).__name__, dropout=self.dropout, bottom_hidden=self.bottom_hidden)

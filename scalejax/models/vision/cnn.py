@@ -72,6 +72,8 @@ class CnnConfig:
     hidden: int = 128
     learning: AnyLearning = CrossEntropy()
 
+    FREE = ("learning",)
+
     def build(self, schema: ImageSchema, rngs: nnx.Rngs, dtypes: Dtypes) -> Cnn:
         """The network."""
         return Cnn(self, schema, rngs, dtypes)

@@ -102,6 +102,8 @@ class PairwiseUNetConfig:
     temperature: float = 0.1
     templates: Templates = Templates()
 
+    FREE = ("templates",)
+
     def __post_init__(self) -> None:
         choices: dict[str, tuple[object, ...]] = {
             "comparison": get_args(Comparison),

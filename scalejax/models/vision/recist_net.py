@@ -92,6 +92,8 @@ class RecistNetConfig:
     padding: float = 0.0
     objects: int = 32
 
+    FREE = ("grouping", "ends", "padding", "objects")
+
     def task(self, schema: ImageSchema) -> "RecistNetTask":
         """Binds the model to a data set.
 

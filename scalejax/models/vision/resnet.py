@@ -56,6 +56,8 @@ class ResNetConfig:
     shortcut: Literal["projection", "padding"] = "projection"
     learning: AnyLearning = CrossEntropy()
 
+    FREE = ("learning",)
+
     def __post_init__(self) -> None:
         for name, known in (("stem", _STEMS), ("block", _BLOCKS), ("shortcut", ("projection", "padding"))):
             if getattr(self, name) not in known:
@@ -74,6 +76,18 @@ class ResNetConfig:
     def build(self, schema: ImageSchema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "ResNet":
         """The model for pictures of a data set."""
         return ResNet(self, schema, rngs, dtypes)
+
+    @staticmethod
+    def of_folder(path: pathlib.Path) -> "ResNetConfig | None":
+        """The architecture of a folder of Hugging Face; None of one without config.json, as torchvision's are.
+
+        Raises:
+          UserError: the file cannot be read, or is of another model.
+        """
+        from scalejax.models.vision import resnet_checkpoints
+
+        shape = resnet_checkpoints.read_shape(path)
+        return None if shape is None else ResNetConfig(stem="imagenet", **shape)
 
     def task(self, schema: ImageSchema) -> "ResNetTask":
         """Binds it to pictures."""

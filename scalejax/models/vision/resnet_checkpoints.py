@@ -265,6 +265,27 @@ def _preprocessor(schema: ImageSchema) -> dict[str, object]:
     }
 
 
+def read_shape(folder: pathlib.Path) -> dict[str, Any] | None:
+    """Block, depths and widths by the config.json of a folder; None where it has none or says what is not known here.
+
+    What is not known here `open_folder` refuses.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    if not (folder / CONFIG).is_file():
+        return None
+    content = {**_DEFAULTS, **_read(folder / CONFIG)}
+    if content.get("model_type") != "resnet" or content["layer_type"] not in ("basic", "bottleneck"):
+        return None
+    narrow = 4 if content["layer_type"] == "bottleneck" else 1
+    try:
+        widths = tuple(width // narrow for width in content["hidden_sizes"])
+        return {"block": content["layer_type"], "depths": tuple(content["depths"]), "widths": widths}
+    except TypeError:
+        return None
+
+
 def _read(where: pathlib.Path) -> dict[str, Any]:
     try:
         content: Any = json_reading.read(where)

@@ -52,6 +52,8 @@ class UNetConfig:
     groups: int = 8
     segmentation: SegmentationSettings = SegmentationSettings()
 
+    FREE = ("segmentation",)
+
     def __post_init__(self) -> None:
         check_levels(self)
 

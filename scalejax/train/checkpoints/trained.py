@@ -24,7 +24,7 @@ from scalejax.errors import UserError, check_at_least
 from scalejax.parallel.embedding.stored import logical
 from scalejax.parallel.embedding.stored.conversion import COUNTS, MAPS
 from scalejax.parallel.embedding.stored.tracking import TableRows
-from scalejax.train import disk, distributed
+from scalejax.train import architecture, disk, distributed
 from scalejax.train.checkpoints import array_store, chain, checkpoint, rows_file
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints.array_store import AnyArray, Index, LazyArray
@@ -55,6 +55,7 @@ class Trained:
       step: Of the checkpoint; of the newest where parameters are the mean of several.
       examples: On which it was trained.
       record: The content of experiment.json; None where there is none.
+      architecture: Config of the model that parameters belong to, or its data (`architecture.of_run`), or None.
       identity: What a run must share with the checkpoint to restore it, see `Checkpointer`.
       digest: Of the checkpoint's manifest; "" for what was not opened from one.
       checkpoints: The folders that parameters come from, in the order of their steps.
@@ -71,6 +72,7 @@ class Trained:
     step: int
     examples: int = 0
     record: Mapping[str, object] | None = None
+    architecture: object | None = None
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
     digest: str = ""
     checkpoints: tuple[pathlib.Path, ...] = ()
@@ -98,7 +100,10 @@ def open_run(path: pathlib.Path, step: int | None = None, average: int = 1) -> T
             "`scalejax train` wrote."
         )
     found = open_checkpoints(path / _CHECKPOINTS, step, average)
-    return dataclasses.replace(found, record=disk.read_json(path / _RECORD)) if (path / _RECORD).is_file() else found
+    if not (path / _RECORD).is_file():
+        return found
+    record = disk.read_json(path / _RECORD)
+    return dataclasses.replace(found, record=record, architecture=architecture.of_run(record, found.step))
 
 
 def is_run(path: pathlib.Path) -> bool:

@@ -174,6 +174,7 @@ class Run:
             source = run_state.opened(self.program, init)
             where = f"init={init.path}"
             state = run_state.with_model(self.program, self.tables, state, source, init.surgery, where)
+            run_state.check_architecture(self.program, source, init)
         return state, HostState()
 
     def follow(

@@ -19,6 +19,7 @@ from scalejax.parallel.embedding.sharded_tables import State
 from scalejax.parallel.embedding.stored import logical as stored
 from scalejax.parallel.embedding.stored.conversion import MAPS
 from scalejax.parallel.mesh import BATCH_AXES
+from scalejax.train import architecture
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
 from scalejax.train.checkpoints.array_store import AnyArray, Index, LazyArray
@@ -180,6 +181,28 @@ def with_model(
     averages = {name: placed(arrays, average) for name, average in state.averages.items()}
     state = dataclasses.replace(state, averages=averages)
     return state if tables is None else with_rows(program, tables, state, source, where)
+
+
+def check_architecture(program: Program, source: Trained, init: Init) -> None:
+    """Compares the config of the model with that of the parameters, whose shapes do not tell all.
+
+    Raises:
+      UserError: fields differ that no surgery makes anew; names each with both values.
+    """
+    if source.architecture is None or (remade := remakes(init.surgery)) is None:
+        return
+    model = program.experiment.model
+    found = [str(one) for one in architecture.differences(model, source.architecture, remade=remade) if not one.shaped]
+    if found:
+        raise UserError(
+            f"init={init.path}: {source.origin} is of another model, though its arrays have the same shapes: "
+            f"{'; '.join(found)}. Set what it was trained with; a phase may change the model later on."
+        )
+
+
+def remakes(surgery: Surgery | None) -> tuple[str, ...] | None:
+    """Fields of the model that a surgery makes anew, see `Surgery`; None = any."""
+    return () if surgery is None else getattr(surgery, "REMAKES", None)
 
 
 def with_rows(program: Program, tables: AnyTables, state: TrainState, source: Trained, where: str) -> TrainState:

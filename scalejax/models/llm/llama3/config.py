@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Literal, get_args
+import pathlib
+from typing import TYPE_CHECKING, Literal, get_args
 
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
@@ -22,6 +23,9 @@ from scalejax.models.llm.llama3.rope import RopeScaling
 from scalejax.models.llm.llama3.task import LlamaTask
 from scalejax.nn.layers import Remat
 from scalejax.parallel.context import METHODS, Method
+
+if TYPE_CHECKING:
+    from scalejax.models.llm.architecture import LanguageConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,9 @@ class LlamaConfig:
     self_attention: AttentionPart = GroupedQueryAttention()
     depth: DepthPart | None = None
 
+    FREE = ("init_scale", "remat", "unroll", "attention", "stage_parts", "context_method", "loss_positions")
+    SHAPED = ("head_dim", "vocabulary")
+
     def __post_init__(self) -> None:
         for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions", "unroll"):
             value = getattr(self, field)
@@ -125,6 +132,17 @@ class LlamaConfig:
                     "mixture-of-depths see tokens that are no neighbours. Leave one out."
                 )
             self.depth.repeats(self.layers)
+
+    @staticmethod
+    def of_folder(path: pathlib.Path) -> "LanguageConfig":
+        """The architecture of a model folder of ours, or of one of Hugging Face.
+
+        Raises:
+          UserError: it is neither, or damaged.
+        """
+        from scalejax.models.llm import model_folder  # which knows all families, and so this one
+
+        return model_folder.read_config(path)
 
     @property
     def repeats(self) -> int:
