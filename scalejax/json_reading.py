@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,12 +17,17 @@ def parse(text: str | bytes) -> Any:
     """What a text of JSON holds.
 
     Raises:
-      ValueError: it is not JSON, not UTF-8, or is nested more than `DEEPEST` deep.
+      ValueError: it is not JSON, not UTF-8, nested more than `DEEPEST` deep, or has a number of thousands of digits.
     """
     try:
         found = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested more than {DEEPEST} deep") from None
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        # Python's own words are of a setting of the interpreter.
+        raise ValueError(f"a number has more than {sys.get_int_max_str_digits():,} digits") from None
     level = [found]
     for _ in range(DEEPEST + 1):
         level = [inner for item in level for inner in _inside(item) if isinstance(inner, dict | list)]

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from scalejax.nn.pages import KvFormat
 
 _PEER_TIMEOUT_S = 8  # of silence, after which another process counts as gone
-_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
@@ -44,6 +43,14 @@ def serve(
             envvar="SCALEJAX_API_KEY",
             show_envvar=False,
             help="What requests must show as a bearer token. In SCALEJAX_API_KEY other users do not see it.",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            metavar="ORIGIN",
+            help="Pages that may ask, such as https://chat.example.org, a name of the server too; may be repeated.",
         ),
     ] = None,
     name: Annotated[
@@ -115,6 +122,7 @@ def serve(
 
     from scalejax.inference.server import serving
     from scalejax.inference.server.app import ServerSettings
+    from scalejax.inference.server.gate import LOOPBACK, Origins
 
     exported = (folder / "signature.json").is_file()
     if exported:
@@ -132,10 +140,11 @@ def serve(
         api_key=api_key,
         metrics_prefix=metrics_prefix,
         longest=kv_tokens,
+        origins=Origins(host, tuple(allow_origin or ())),
     )
 
     def ready(address: str) -> None:
-        if api_key is None and host not in _THIS_MACHINE:
+        if api_key is None and host not in LOOPBACK:
             print(f"Warning: whoever reaches {host} can use this server. Give --api-key.", file=sys.stderr)
         print(f"Serving {settings.name} at {address}/v1; Ctrl-C ends it.", flush=True)
 

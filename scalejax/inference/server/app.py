@@ -2,18 +2,19 @@
 
 import abc
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import functools
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,6 +24,7 @@ from scalejax.errors import UserError
 from scalejax.inference import requests as engine
 from scalejax.inference.server import protocol
 from scalejax.inference.server.answers import Answer, PreparedPrompt, broken, dump
+from scalejax.inference.server.gate import Gate, Origins
 from scalejax.inference.server.loop_thread import Fault, LoopThread, Overloaded, Ticket
 from scalejax.inference.server.metrics import CONTENT_TYPE, Metrics
 from scalejax.inference.server.protocol import ApiError, Asked
@@ -31,7 +33,6 @@ from scalejax.inference.text import Writer
 LARGEST_BUFFER = 2**20
 """Bytes of events that may wait for a client that does not read."""
 
-_BODY_S = 60  # in which a body must have come
 _RETRY_S = 1
 FAULT = "the model's device has failed; this server ends."
 
@@ -50,6 +51,7 @@ class ServerSettings:
       api_key: That requests must show; None = none.
       metrics_prefix: Of the names of metrics.
       longest: Tokens that a prompt and its continuation may have by what there is of KV; None = as the model's.
+      origins: Names of the server, and pages that may ask it.
     """
 
     name: str
@@ -59,6 +61,7 @@ class ServerSettings:
     api_key: str | None = None
     metrics_prefix: str = "scalejax"
     longest: int | None = None
+    origins: Origins = Origins()
 
 
 class Service:
@@ -110,6 +113,15 @@ class Service:
                 *(
                     Route(path, self._guarded(functools.partial(self._answer, make)), methods=["POST"])
                     for path, make in routes.items()
+                ),
+            ],
+            middleware=[
+                Middleware(Gate, settings.origins, _refusal),
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=settings.origins.allowed,
+                    allow_methods=("GET", "POST"),
+                    allow_headers=("Authorization", "Content-Type"),
                 ),
             ],
             exception_handlers={HTTPException: _of_http, ApiError: _of_error, Exception: _of_bug},
@@ -304,8 +316,7 @@ class Job(abc.ABC):
         self.param, self.stream = param, stream
         self.ticket = Ticket(requests, self._take, self._fault, came.home, came.since)
         self._service, self._client, self._since = service, came.client, came.since
-        self._events: collections.deque[bytes | None] = collections.deque()  # None = the end
-        self._waiting_bytes = 0
+        self._events = bytearray()  # that were not sent
         self._news = asyncio.Event()
         self._error: ApiError | None = None
         self._over = False
@@ -324,14 +335,17 @@ class Job(abc.ABC):
             self._end()
         self._service.jobs.discard(self)
 
-    async def next_event(self) -> bytes | None:
-        """Of the stream; None = it is over."""
-        while not self._events:
-            self._news.clear()
-            await self._news.wait()
-        event = self._events.popleft()
-        self._waiting_bytes -= len(event or b"")
-        return event
+    async def events(self) -> AsyncIterator[bytes]:
+        """Those of the stream as they come, all that wait together: to a client that has left one write is enough."""
+        while True:
+            if not self._events:
+                if self._over:
+                    return
+                self._news.clear()
+                await self._news.wait()
+                continue
+            events, self._events = self._events, bytearray()
+            yield bytes(events)
 
     async def whole(self) -> tuple[int, bytes]:
         """Status and body of an answer that is no stream."""
@@ -370,20 +384,18 @@ class Job(abc.ABC):
     def _put(self, data: bytes) -> None:
         if not self.stream:
             return
-        if self._waiting_bytes > LARGEST_BUFFER:
+        if len(self._events) > LARGEST_BUFFER:
             self._end()
             if self._client is not None:
                 self._service.abort(self._client)
             return
-        self._events.append(b"data: " + data + b"\n\n")
-        self._waiting_bytes += len(self._events[-1] or b"")
+        self._events += b"data: " + data + b"\n\n"
         self._news.set()
 
     def _end(self) -> None:
         if self._over:
             return
         self._over = True
-        self._events.append(None)
         self._news.set()
         for _ in range(self._unended()):
             self._service.metrics.ended("abort" if self._error is None else "error")
@@ -472,8 +484,8 @@ class Reply(Response):
     async def _stream(self, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while (event := await self._job.next_event()) is not None:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async for events in self._job.events():
+            await send({"type": "http.response.body", "body": events, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -498,15 +510,12 @@ async def _body(request: Request) -> bytes:
         )
     found, size = bytearray(), 0
     try:
-        async with asyncio.timeout(_BODY_S):
-            async for piece in request.stream():
-                size += len(piece)
-                if size <= protocol.LARGEST_BODY:
-                    found += piece
-                elif size > 16 * protocol.LARGEST_BODY:
-                    break
-    except TimeoutError as error:
-        raise ApiError(f"the body did not come within {_BODY_S} s.", status=408) from error
+        async for piece in request.stream():
+            size += len(piece)
+            if size <= protocol.LARGEST_BODY:
+                found += piece
+            elif size > 16 * protocol.LARGEST_BODY:
+                break
     except ClientDisconnect as error:
         raise ApiError("the body did not come whole.") from error
     if size > protocol.LARGEST_BODY:
@@ -522,6 +531,10 @@ def _json(data: object, status: int = 200, headers: Mapping[str, str] | None = N
 
 async def _of_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    return _refusal(error)
+
+
+def _refusal(error: ApiError) -> Response:
     headers = {429: {"Retry-After": str(_RETRY_S)}, 401: {"WWW-Authenticate": "Bearer"}}
     return _json(error.body, error.status, headers.get(error.status))
 

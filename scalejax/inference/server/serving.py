@@ -13,6 +13,7 @@ import uvicorn
 
 from scalejax.errors import UserError, check_at_least
 from scalejax.inference.server.app import FAULT, Service
+from scalejax.inference.server.connection import BACKLOG, Connection
 from scalejax.inference.server.protocol import ApiError
 
 _FLUSH_S = 3  # for clients to read their last events
@@ -98,7 +99,8 @@ async def _run(
     http = _Uvicorn(
         uvicorn.Config(
             server.app,
-            http="h11",
+            http=Connection,
+            backlog=BACKLOG,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -1,5 +1,6 @@
 """Bodies and answers, without a network: what is asked for is answered, what is wrong is named."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -24,7 +25,9 @@ def settings(**changes):
 def served(loop=None, tokenizer=None, **changes):
     server = Server(writer(tokenizer), loop or FakeLoop(), settings(**changes))
     server.thread.start()
-    with TestClient(server.app, raise_server_exceptions=False) as client:  # one event loop for all requests
+    with TestClient(
+        server.app, "http://localhost", raise_server_exceptions=False
+    ) as client:  # one event loop for all requests
         client.server = server
         yield client
         assert server.thread.stop(10)
@@ -286,6 +289,32 @@ def test_a_logprob_of_minus_infinity_is_json(serve, monkeypatch):
     monkeypatch.setattr("fake_loop.logprobs", lambda token, top: TokenLogprobs(token, float("-inf"), ()))
     (choice,) = complete(serve(), max_tokens=1, logprobs=1).json()["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
+
+
+def test_events_that_wait_together_are_sent_together():
+    async def ask(server):
+        body = json.dumps({"prompt": "a", "max_tokens": 3, "n": 8, "stream": True}).encode()
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        asked, sent = [{"type": "http.request", "body": body}], []
+
+        async def receive():
+            return asked.pop() if asked else await asyncio.Event().wait()
+
+        async def send(message):
+            if message.get("body"):
+                sent.append(message["body"])
+
+        await server.app(scope | {"client": None}, receive, send)
+        return sent
+
+    # After a client has left, writes of one turn of the event loop would each be a line of its log.
+    server = Server(writer(), FakeLoop(block=3), settings())
+    server.thread.start()
+    sent = asyncio.run(ask(server))
+    assert server.thread.stop(10)
+    assert b"".join(sent).count(b"data: ") == 8 + 1
+    assert len(sent) == 1
 
 
 # What is refused.

@@ -29,7 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 def served(writer, loop, slots):
     server = Server(writer, loop, ServerSettings(name="tiny", slots=slots, max_queue=16, max_queue_tokens=1000))
     server.thread.start()
-    with TestClient(server.app, raise_server_exceptions=False) as client:
+    with TestClient(server.app, "http://localhost", raise_server_exceptions=False) as client:
         client.server = server
         yield client
         assert server.thread.stop(10)

@@ -54,7 +54,7 @@ def served(scorer, **changes):
     settings = {"name": "clicks", "slots": 256, "max_queue": 64, "max_queue_tokens": 1000} | changes
     server = ScoreServer(scorer, ServerSettings(**settings))
     server.thread.start()
-    with TestClient(server.app, raise_server_exceptions=False) as client:
+    with TestClient(server.app, "http://localhost", raise_server_exceptions=False) as client:
         client.server = server
         yield client
         assert server.thread.stop(10)

@@ -25,6 +25,7 @@ from scalejax.models.llm import model_folder
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 HARMLESS = {"trust_env": False, "timeout": 300}
+JSON = "Content-Type: application/json"
 LONG = 10_000.0
 """Seconds that no test would wait for."""
 
@@ -75,8 +76,8 @@ def test_tokens_come_as_they_are_made(endless):
     before = metric(endless, "generation_tokens_total")
     with stream(endless, max_tokens=4000) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
-        text = ""
-        for event in events(response):
+        text, own = "", events(response)  # which would close the stream if nobody held it
+        for event in own:
             text += event["choices"][0]["text"]
             if len(text) >= 50:
                 break
@@ -96,7 +97,7 @@ def test_a_client_that_leaves_frees_its_slot(endless, streamed):
     before = metric(endless, "generation_tokens_total")
     address = urllib.parse.urlsplit(endless)
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": streamed}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}\r\nContent-Length: {len(body)}"
     with socket.create_connection((address.hostname, address.port)) as client:
         client.sendall(head.encode() + b"\r\n\r\n" + body)
         wait_for(lambda: metric(endless, "num_requests_running") == 1)
@@ -118,9 +119,7 @@ def test_a_client_that_does_not_read_is_ended_and_others_go_on():
     with running(loop={"endless": True, "block": 32}, max_positions=10**7) as (_, url):
         address = urllib.parse.urlsplit(url)
         body = json.dumps({"prompt": "a", "max_tokens": 10**6, "stream": True, "logprobs": 5}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}\r\nContent-Length: {len(body)}"
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((address.hostname, address.port))
