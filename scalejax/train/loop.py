@@ -179,6 +179,7 @@ def _bind(experiment: Experiment, console: Console | None) -> list[Run]:
         _ = run.program.remarks  # which refuses a mesh without the levels that its exchange asks for
         if runs:
             run.kept(runs[-1], runs[:-1])
+            run.room = runs[0].room  # whose size is in the shapes of what phases that are alike share
         runs.append(run)
     return runs
 

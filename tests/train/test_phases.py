@@ -538,3 +538,17 @@ def test_mistakes_are_named(user, phase, message, tmp_path):
     with pytest.raises(UserError, match=message):
         made = Phase(**{"name": "more", "steps": 2, **phase})
         loop.train(changed(user.shapes(), steps=2, phases=(made,)), workdir=tmp_path)
+
+
+def test_all_phases_have_one_room_for_distinct_rows():
+    """Its size is in the shapes of a step, which a width that returns would compile anew for a room of its own."""
+    sets = ["placement.mesh=none", "data.batch_size=64"]
+    runs = loop._bind(configs.load("dlrm-smoke_alternate", sets), None)
+    assert runs[0].program is runs[2].program
+    rooms = []
+    for run in (runs[0], runs[2]):
+        with run.feed(run_state.HostState(), 1) as feed:
+            feed.take()
+        rooms.append(run.room)
+    assert rooms[0] is rooms[1]
+    assert rooms[0]._of  # a feed asks it

@@ -117,12 +117,13 @@ def prefetch(
     purpose: Literal["training", "scoring"] = "training",
     first_step: int = 1,
     cache: RowCache | None = None,
+    room: Room | None = None,
 ) -> Prefetch[Batch, Placed]:
     """(Host batch, its device form) pairs that a thread prepares ahead; a context manager.
 
-    Where tables have tiers, `cache.advance` comes before each batch is used.
+    `room` is for what the host sorts for training, None = for these batches alone. Where tables have tiers, `cache.advance` comes before each batch is used.
     """
     steps = itertools.count(first_step) if purpose == "training" else itertools.repeat(0)
-    place = functools.partial(to_device, program=program, purpose=purpose, room=Room())
+    place = functools.partial(to_device, program=program, purpose=purpose, room=room or Room())
     batches = batches if cache is None else map(cache.prepare, batches)
     return Prefetch(batches, lambda batch: place(batch, step=next(steps)), depth=depth)

@@ -22,6 +22,7 @@ from scalejax.parallel.embedding.plan.placement import PlanRefused
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 from scalejax.parallel.embedding.row_cache import RowCache, Tiers
 from scalejax.parallel.embedding.stored.tracking import touched_rows
+from scalejax.parallel.embedding.update.host_row_plans import Room
 from scalejax.parallel.gradients.blocks import WholeCopy
 from scalejax.parallel.mesh import check_processes
 from scalejax.train import distributed, phases
@@ -53,7 +54,7 @@ class Run:
     """An experiment bound to its data and its devices.
 
     `log`, `evaluate`, `before_step` and `close` write their records where `attach` said, and book the time there.
-    `remarks` are what a user should know of how the state came about.
+    `remarks` are what a user should know of how the state came about. `room` is for what the host sorts of its batches.
     """
 
     def __init__(self, program: Program, data: DataSet[object], phase: ResolvedPhase | None = None) -> None:
@@ -64,6 +65,7 @@ class Run:
         self.remarks: tuple[str, ...] = ()
         self._residuals: list[tuple[int, float]] = []
         self._last_exchanged: dict[str, float] = {}
+        self.room = Room()
         self.tables: EmbeddingCollection | Tiers | None = program.collection
         if program.collection is not None and self.experiment.tables.tiers:
             self.tables = Tiers(program.tables, self.experiment.tables.tiers, program.collection)
@@ -409,7 +411,7 @@ class Run:
         """The batches of the next `steps` steps, from a number of a step on."""
         batches = self.program.task.train_batches(self.data, self.mesh, host.position)
         cache = self.tables.training() if isinstance(self.tables, Tiers) else None
-        with prefetch(batches, self.program, first_step=first_step, cache=cache) as prefetched:
+        with prefetch(batches, self.program, first_step=first_step, cache=cache, room=self.room) as prefetched:
             yield Pipeline(self.program, prefetched, steps, cache)
 
     def _reading(self, state: TrainState) -> RowCache | None:
