@@ -1,4 +1,4 @@
-"""Files that unpack to more than they are: gzip, zstd and npz, with a bound on how much more.
+"""Files that unpack to more than they are: gzip, zstd, deflate and npz, with a bound on how much more.
 
 A file of a few megabytes that unpacks to more than a machine has (a "bomb") is refused where it is read. Deflate can
 gain a factor of 1032, and tables and texts gain 2 to 50, so what unpacks to `LARGEST_RATIO` times its size is none of
@@ -10,6 +10,7 @@ import io
 import math
 import pathlib
 import zipfile
+import zlib
 from typing import IO, Any, Protocol
 
 import numpy as np
@@ -73,6 +74,21 @@ class _Bounded(io.RawIOBase):
     def close(self) -> None:
         self._stream.close()
         super().close()
+
+
+def inflated(data: bytes) -> bytes:
+    """What a deflate stream without a header was made of; what follows it is left out.
+
+    Raises:
+      OSError: it unpacks to far more than it has (`check_ratio`), or ends early.
+      zlib.error: it is damaged.
+    """
+    stream = zlib.decompressobj(-zlib.MAX_WBITS)
+    found = stream.decompress(data, max(ALWAYS_BYTES, LARGEST_RATIO * len(data)) + 1)
+    check_ratio(len(found), len(data))
+    if not stream.eof:
+        raise OSError("its deflated part ends early")
+    return found
 
 
 def read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -1,7 +1,10 @@
 """Volumes in files, NIfTI (nibabel) and series of DICOM (pydicom), turned so that all have their axes alike."""
 
 import dataclasses
+import importlib
+import io
 import itertools
+import math
 import pathlib
 import warnings
 from typing import Any, Literal
@@ -73,11 +76,16 @@ def read_volume(path: pathlib.Path) -> Volume:
 def _read_nifti(path: pathlib.Path) -> Volume:
     nibabel = library("nibabel", "nibabel", f"reading {path}")
     try:
-        image = nibabel.load(path)
+        with packed_files.open_unpacked(path) as file:
+            data = file.read()
+        size = {int.from_bytes(data[:4], order) for order in ("little", "big")}
+        image = (nibabel.Nifti2Image if 540 in size else nibabel.Nifti1Image).from_bytes(data)
+        if 3000 <= int(image.header["intent_code"]) < 3100:
+            raise ValueError("it is CIFTI, values of surfaces and not of the voxels of one volume")
         shape, kind = image.shape, image.get_data_dtype()
         # A damaged header may ask for more memory than there is.
         packed_files.check_ratio(int(np.prod(shape, dtype=float)) * kind.itemsize, path.stat().st_size)
-        voxels = np.array(np.asanyarray(image.dataobj))  # in memory: the file may change
+        voxels = np.array(np.asanyarray(image.dataobj))
         affine = np.diag((*(_MILLIMETRES[image.header.get_xyzt_units()[0]],) * 3, 1.0)) @ image.affine
     except Exception as error:  # nibabel, zlib and numpy each raise their own for a damaged file
         raise UserError(
@@ -158,7 +166,8 @@ def _read_dicom(path: pathlib.Path) -> _Slice:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of values that are not as the standard wants them
-            dicom: Any = pydicom.dcmread(path)
+            warnings.filterwarnings("error", "image size")  # of far too many pixels, by Pillow
+            dicom = _open_dicom(pydicom, path)
 
             def numbers(name: str, *otherwise: float) -> tuple[float, ...]:
                 value = dicom.get(name)
@@ -168,6 +177,9 @@ def _read_dicom(path: pathlib.Path) -> _Slice:
                     raise ValueError(f"{name} is {value}, not {len(otherwise)} number(s)")
                 return found
 
+            sides = (dicom.get(name) or 1 for name in ("Rows", "Columns", "NumberOfFrames", "SamplesPerPixel"))
+            bits = math.prod(map(int, sides)) * int(dicom.get("BitsAllocated") or 1)
+            packed_files.check_ratio(bits // 8, path.stat().st_size)
             pixels = np.array(dicom.pixel_array)
             kind = dicom.get("PhotometricInterpretation")
             (slope,), (intercept,) = numbers("RescaleSlope", 1.0), numbers("RescaleIntercept", 0.0)
@@ -191,6 +203,19 @@ def _read_dicom(path: pathlib.Path) -> _Slice:
             "it to NIfTI."
         )
     return found
+
+
+def _open_dicom(pydicom: Any, path: pathlib.Path) -> Any:
+    """A data set with its file meta information. pydicom would unpack a deflated one without a bound."""
+    reader = importlib.import_module("pydicom.filereader")
+    with path.open("rb") as file:
+        reader.read_preamble(file, False)
+        meta = reader.read_dataset(file, False, True, stop_when=lambda tag, *_: tag >> 16 != 2)
+        if meta.get("TransferSyntaxUID") != pydicom.uid.DeflatedExplicitVRLittleEndian:
+            return pydicom.dcmread(path)
+        dicom = reader.read_dataset(io.BytesIO(packed_files.inflated(file.read())), False, True)
+    dicom.file_meta = pydicom.dataset.FileMetaDataset(meta)
+    return dicom
 
 
 def _canonical(nibabel: Any, voxels: np.ndarray, affine: np.ndarray, path: pathlib.Path) -> Volume:
