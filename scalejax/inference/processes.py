@@ -65,35 +65,18 @@ def call_others() -> Followers:
     host = peers.job.address
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     token = secrets.token_bytes(_TOKEN_BYTES)
-    found: list[socket.socket] = []
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         listener.listen(peers.job.count)
         distributed.broadcast([listener.getsockname()[1], token.hex()])
-        deadline = time.monotonic() + _JOIN_S
-        while len(found) < peers.job.count - 1:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError as error:
-                raise TemporaryFailure(
-                    f"{len(found) + 1} of {peers.job.count} processes came within {_JOIN_S:g} s. Start all again."
-                ) from error
-            if not _shows(connection, token):
-                connection.close()  # another program
-                continue
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(None)
-            found.append(connection)
-    return Followers(found)
-
-
-def _shows(connection: socket.socket, token: bytes) -> bool:
-    connection.settimeout(1.0)
-    try:
-        return secrets.compare_digest(bytes(_exactly(connection, len(token))), token)
-    except OSError:
-        return False
+        found, _ = peers.accept(listener, peers.job.count, time.monotonic() + _JOIN_S, token)
+    if len(found) < peers.job.count - 1:
+        raise TemporaryFailure(
+            f"{len(found) + 1} of {peers.job.count} processes came within {_JOIN_S:g} s. Start all again."
+        )
+    for connection in found.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Followers(list(found.values()))
 
 
 def check_alike(**described: object) -> None:
@@ -120,7 +103,7 @@ def called() -> socket.socket:
     """The connection of another process to process 0, see `call_others`."""
     port, token = distributed.broadcast(None)
     connection = socket.create_connection((peers.job.address, port), timeout=_JOIN_S)
-    connection.sendall(bytes.fromhex(token))
+    peers.introduce(connection, peers.job.process, peers.job.count, bytes.fromhex(token))
     connection.settimeout(None)
     return connection
 

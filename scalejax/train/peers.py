@@ -6,13 +6,16 @@ collective of a process that is gone is in native code and hears nothing. When o
 with one line and `os._exit`, within the timeout; jax's own watch would abort it later, with a page of C++.
 
 Messages: a kind (one byte), a process, and a value of 16 bytes. Process 0 listens on the interface of the coordinator's
-address, until all have joined; then every process presents a token that it got by way of jax, and one that presents
+address, until all have joined. It greets whoever connects with a number drawn for that connection, and takes only who
+answers in time with a message and its HMAC of both under the job's token, `$SCALEJAX_JOB_TOKEN`; all others are sent
+away and hold up nobody. Then every process presents a second token that it got by way of jax, and one that presents
 another, or none, ends the job. Nothing else is read, and nothing of it is interpreted.
 """
 
 import contextlib
 import datetime
 import errno
+import hmac
 import os
 import secrets
 import selectors
@@ -22,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from scalejax.errors import TemporaryFailure, UserError
 
@@ -32,7 +35,20 @@ TIMEOUT_S = 30
 GO_ON, SAVE, END = 0, 1, 2
 """What `Peers.reached` says of a step."""
 
+TOKEN = "SCALEJAX_JOB_TOKEN"
+"""Variable of the environment: a secret of the job, equal in all of its processes. Without it any program that speaks
+this protocol may take the place of a process, which is found out when jax has started."""
+
 _MESSAGE = struct.Struct("!cI16s")
+_JOIN_BYTES = _MESSAGE.size + 32
+"""Of a message and its HMAC."""
+
+_GREETED = 256
+"""Connections that may be silent at the same time while processes join; the oldest makes room."""
+
+_ANSWER_S = 5.0
+"""How long a connection may take to say who it is."""
+
 _MOST = 1 << 20
 """Processes of a job."""
 
@@ -41,8 +57,9 @@ _LEAVE_S = 3.0
 
 # From all: here; a sign of life; the token; a wish to save or end; where it stands; done.
 _JOIN, _ALIVE, _TOKEN, _ASK, _STANDS, _DONE = b"J", b"A", b"T", b"?", b"S", b"D"
-# From process 0: all are here; some are absent; where do you stand; the step to save or end at.
-_BEGIN, _ABSENT, _WHERE, _POINT = b"B", b"N", b"W", b"P"
+# From process 0: a number to answer; another token; another number of processes; all are here; some are absent; where
+# do you stand; the step to save or end at.
+_GREETING, _REFUSED, _COUNTED, _BEGIN, _ABSENT, _WHERE, _POINT = b"H", b"R", b"#", b"B", b"N", b"W", b"P"
 # Why a process is gone: closed, silent, stranger, ended with a status, asked to end with nothing to save.
 _CLOSED, _SILENT, _STRANGER, _ENDED, _LEFT = b"C", b"L", b"X", b"E", b"F"
 
@@ -187,7 +204,8 @@ class Peers:
             while True:
                 if now - sent >= pause:
                     sent = now
-                    for process in self._connections.keys() - self._done:
+                    # Also to those that are done: they wait in jax for this one, which may draw a report first.
+                    for process in self._connections:
                         self._send(process, _ALIVE)
                 for key, _ in selector.select(pause):
                     process, data = key.data, b""
@@ -320,71 +338,146 @@ def join(host: str, port: int, processes: int, process: int, timeout_s: float) -
 
     Raises:
       TemporaryFailure: some did not come in time, which are named.
-      UserError: the address cannot be found, or processes disagree on how many there are.
+      UserError: the address cannot be found, or, elsewhere than at process 0, its token or number of processes differs.
     """
     deadline = time.monotonic() + timeout_s
     if process:
         return {0: _call(host, port, processes, process, deadline, timeout_s)}
-    here: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as opened:
-        with _listener(host, port) as listener:
-            while len(here) < processes - 1:
-                listener.settimeout(max(0.01, deadline - time.monotonic()))
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    break
-                _register(opened.enter_context(connection), processes, here)
-        absent = sorted(set(range(1, processes)) - here.keys())
-        for connection in here.values():
+    with _listener(host, port, deadline) as listener:
+        here, remark = accept(listener, processes, deadline, _token())
+    absent = sorted(set(range(1, processes)) - here.keys())
+    for connection in here.values():
+        with contextlib.suppress(OSError):  # one that is gone again is missed by those that watch
             connection.sendall(_message(_ABSENT, absent[0], len(absent)) if absent else _message(_BEGIN, 0, 0))
         if absent:
-            raise TemporaryFailure(
-                f"{_named(absent)} of {processes} did not come within {timeout_s:g} s. Nothing was trained. Look at "
-                "what became of it, and start all processes again with the same commands."
-            )
-        opened.pop_all()
+            connection.close()
+    if absent:
+        raise TemporaryFailure(
+            f"{_named(absent)} of {processes} did not come within {timeout_s:g} s. Nothing was trained.{remark} Look "
+            "at what became of it, and start all processes again with the same commands."
+        )
     return here
 
 
-def _register(connection: socket.socket, processes: int, here: dict[int, socket.socket]) -> None:
-    """Adds one that says who it is; another program that connects is sent away."""
-    try:
-        # A program that connects and says nothing must not hold up those that come after it.
-        connection.settimeout(1.0)
-        kind, who, packed = _MESSAGE.unpack(_exactly(connection))
-    except (OSError, struct.error):
+def accept(
+    listener: socket.socket, processes: int, deadline: float, token: bytes
+) -> tuple[dict[int, socket.socket], str]:
+    """Connections of those that `introduce` themselves in time, and a remark on the last one that was sent away."""
+    here: dict[int, socket.socket] = {}
+    greeted: dict[socket.socket, _Greeted] = {}  # oldest first
+    remark = ""
+    with selectors.DefaultSelector() as selector:
+
+        def forget(connection: socket.socket) -> None:
+            del greeted[connection]
+            selector.unregister(connection)
+
+        selector.register(listener, selectors.EVENT_READ)
+        listener.setblocking(False)
+        while len(here) < processes - 1 and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(min(left, 0.5)):
+                if key.fileobj is listener:
+                    with contextlib.suppress(OSError):
+                        connection, _ = listener.accept()
+                        connection.setblocking(False)
+                        greeted[connection] = _Greeted(secrets.randbits(127), token)
+                        selector.register(connection, selectors.EVENT_READ, connection)
+                        connection.send(_message(_GREETING, 0, greeted[connection].number))
+                    continue
+                connection: socket.socket = key.data
+                answer = greeted.get(connection)
+                if answer is None or not answer.complete(connection):
+                    continue
+                forget(connection)
+                who, reply, why = answer.judge(processes)
+                if reply is None:
+                    if who in here:
+                        here[who].close()  # one that was started again
+                    here[who] = connection
+                    connection.setblocking(True)
+                    continue
+                remark = why or remark
+                with contextlib.suppress(OSError):
+                    connection.send(reply)
+                connection.close()
+            now = time.monotonic()
+            for connection, answer in list(greeted.items()):
+                if len(greeted) > _GREETED or now > answer.until:
+                    forget(connection)
+                    connection.close()
+    for connection in greeted:
         connection.close()
-        return
-    count = int.from_bytes(packed, "big")
-    if kind != _JOIN or not 1 <= who < max(count, processes) <= _MOST:
-        connection.close()
-        return
-    if count != processes:
-        raise UserError(
-            f"--processes is {processes} for process 0 and {count} for process {who}. Start all with the same number."
-        )
-    if who in here:
-        here[who].close()  # one that was started again
-    here[who] = connection
+    return here, remark
+
+
+class _Greeted:
+    """A connection that has not said yet who it is."""
+
+    def __init__(self, number: int, token: bytes) -> None:
+        self.number, self.until = number, time.monotonic() + _ANSWER_S
+        self._token, self._data = token, b""
+
+    def complete(self, connection: socket.socket) -> bool:
+        """Reads on; whether there is nothing more to wait for."""
+        try:
+            more = connection.recv(_JOIN_BYTES - len(self._data))
+        except BlockingIOError:
+            return False
+        except OSError:
+            more = b""
+        self._data += more
+        return not more or len(self._data) == _JOIN_BYTES
+
+    def judge(self, processes: int) -> tuple[int, bytes | None, str]:
+        """Which process it is, and for one that is none of this job the reply and a remark."""
+        message, proof = self._data[: _MESSAGE.size], self._data[_MESSAGE.size :]
+        if len(self._data) < _JOIN_BYTES or not hmac.compare_digest(proof, _proof(self._token, self.number, message)):
+            remark = f" A program that called was sent away, as its ${TOKEN} is another, or it is none of this job."
+            return 0, _message(_REFUSED, 0, 0), remark if self._data else ""
+        kind, who, packed = _MESSAGE.unpack(message)
+        count = int.from_bytes(packed, "big")
+        if kind != _JOIN or not 1 <= who < max(count, processes) <= _MOST:
+            return 0, _message(_REFUSED, 0, 0), ""
+        if count != processes:
+            remark = f" Process {who} was sent away: --processes is {count} there and {processes} for process 0."
+            return who, _message(_COUNTED, 0, processes), remark
+        return who, None, ""
+
+
+def introduce(connection: socket.socket, process: int, processes: int, token: bytes) -> None:
+    """Says to the process that `accept`s which one this is.
+
+    Raises:
+      OSError: another program answered, or nobody.
+    """
+    kind, _, packed = _MESSAGE.unpack(_exactly(connection))
+    if kind != _GREETING:
+        raise OSError("another program answered")
+    message = _message(_JOIN, process, processes)
+    connection.sendall(message + _proof(token, int.from_bytes(packed, "big"), message))
+
+
+def _proof(token: bytes, number: int, message: bytes) -> bytes:
+    """What shows that a message answers a greeting, and comes from who knows the token."""
+    return hmac.digest(token, _packed(number) + message, "sha256")
+
+
+def _token() -> bytes:
+    return os.environ.get(TOKEN, "").encode()
 
 
 def _call(host: str, port: int, processes: int, process: int, deadline: float, timeout_s: float) -> socket.socket:
     while True:
         connection = None
         try:
-            connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
-            connection.sendall(_message(_JOIN, process, processes))
+            _, _, _, _, address = _resolve(host, port, deadline)
+            connection = socket.create_connection(address[:2], timeout=max(0.1, deadline - time.monotonic()))
+            introduce(connection, process, processes, _token())
             # Process 0 says who is absent; it may have come later than this one.
             connection.settimeout(max(0.1, deadline - time.monotonic()) + timeout_s)
             kind, who, packed = _MESSAGE.unpack(_exactly(connection))
             break
-        except socket.gaierror as error:
-            raise UserError(
-                f"--coordinator {host}:{port}: {host!r} cannot be found ({error.strerror}). Give the address of the "
-                "machine of process 0."
-            ) from error
-        except (OSError, struct.error) as error:
+        except OSError as error:
             if connection is not None:
                 connection.close()
             if time.monotonic() + 0.1 >= deadline:
@@ -394,20 +487,52 @@ def _call(host: str, port: int, processes: int, process: int, deadline: float, t
                     "same --coordinator, and check that its machine and port can be reached from here."
                 ) from error
             time.sleep(0.1)
-    if kind != _BEGIN:
-        connection.close()
+    if kind == _BEGIN:
+        return connection
+    connection.close()
+    if kind == _REFUSED:
+        raise UserError(
+            f"process {process} was sent away by process 0: ${TOKEN} differs from that of process 0, or only one of "
+            "them has it. Give all processes the same."
+        )
+    if kind == _COUNTED:
+        raise UserError(
+            f"--processes is {int.from_bytes(packed, 'big')} for process 0 and {processes} for process {process}. "
+            "Start all with the same number."
+        )
+    if kind == _ABSENT:
         others = int.from_bytes(packed, "big") - 1
         more = f" and {others} more" if others else ""
         raise TemporaryFailure(
             f"process {who}{more} of {processes} did not come in time, says process 0. Nothing was trained. Look at "
             "what became of it, and start all processes again with the same commands."
         )
-    return connection
+    raise TemporaryFailure(
+        f"--coordinator {host}:{port}: process {process} was answered by another program than process 0. Start all "
+        "processes again with the same commands."
+    )
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def _resolve(host: str, port: int, deadline: float) -> tuple[Any, ...]:
+    """What `socket.getaddrinfo` says first; on Kubernetes the name of a pod comes a moment after the pod."""
+    while True:
+        try:
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        except socket.gaierror as error:
+            message = f"--coordinator {host}:{port}: {host!r} cannot be found ({error.strerror})."
+            if "KUBERNETES_SERVICE_HOST" not in os.environ:
+                raise UserError(f"{message} Give the address of the machine of process 0.") from error
+            if time.monotonic() + 0.5 > deadline:
+                raise TemporaryFailure(
+                    f"{message} Look at what became of the pod of process 0, and whether a headless Service gives it "
+                    "that name. Start all processes again with the same commands."
+                ) from error
+            time.sleep(0.5)
+
+
+def _listener(host: str, port: int, deadline: float) -> socket.socket:
     """On the interface of an address; on all, as jax, where the address is none of this machine but leads to it."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, address = _resolve(host, port, deadline)
     listener = socket.socket(family, socket.SOCK_STREAM)
     # The connections of this job keep the port in use after this listener has closed, and jax listens on it next.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -438,6 +563,8 @@ def _exactly(connection: socket.socket) -> bytes:
     data = b""
     while len(data) < _MESSAGE.size and (more := connection.recv(_MESSAGE.size - len(data))):
         data += more
+    if len(data) < _MESSAGE.size:
+        raise OSError("the connection was closed")
     return data
 
 

@@ -120,40 +120,157 @@ def test_an_absent_process_0_is_named():
         peers.join("127.0.0.1", free_port(), 2, 1, 0.3)
 
 
-def test_processes_that_count_otherwise_are_refused():
-    port = free_port()
+@pytest.fixture
+def start():
+    """Process 0 of 2, in a thread: its port, what it found or said, and a function that waits for it."""
 
-    def come():
-        with pytest.raises(TemporaryFailure):
-            peers.join("127.0.0.1", port, 3, 2, 1)
+    def run(timeout_s):
+        port, found = free_port(), {}
 
-    other = threading.Thread(target=come)
-    other.start()
-    with pytest.raises(UserError, match="--processes is 2 for process 0 and 3 for process 2"):
-        peers.join("127.0.0.1", port, 2, 0, 20)
-    other.join()
-
-
-def test_what_is_no_process_of_the_job_is_sent_away():
-    port, found = free_port(), {}
-    first = threading.Thread(target=lambda: found.update({0: peers.join("127.0.0.1", port, 2, 0, 20)}))
-    first.start()
-    for data in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, b"", b"J" + b"\xff" * 20, b"\0" * 21):
-        while True:
+        def join():
             try:
-                stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
-                break
-            except OSError:
-                time.sleep(0.01)
-        with stranger:
-            stranger.sendall(data)
-            with contextlib.suppress(OSError):  # sent away before it had spoken
-                stranger.shutdown(socket.SHUT_WR)
+                found.update(peers.join("127.0.0.1", port, 2, 0, timeout_s))
+            except TemporaryFailure as failure:
+                found["said"] = str(failure)
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        return port, found, thread.join
+
+    return run
+
+
+def connect(port):
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=60)
+        except OSError:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_name_that_is_not_known_is_waited_for_on_kubernetes_alone(process, monkeypatch):
+    port, asked, known = free_port(), [], socket.getaddrinfo
+
+    def getaddrinfo(host, *arguments, **options):
+        asked.append(host)
+        if host == "train-0.train" and len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known("127.0.0.1" if host == "train-0.train" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(peers.time, "sleep", lambda seconds: None)
+    with pytest.raises(UserError, match=r"'train-0\.train' cannot be found"):
+        peers.join("train-0.train", port, 2, process, 0.1)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(TemporaryFailure, match=r"cannot be found .* whether a headless Service gives it that name"):
+        peers.join("train-0.train", port, 2, process, 0.1)
+    asked.clear()
+    with pytest.raises(TemporaryFailure, match=r"did not come within 0\.7 s|nobody answered there within 0\.7 s"):
+        peers.join("train-0.train", port, 2, process, 0.7)
+    assert asked[:3] == ["train-0.train"] * 3
+
+
+def test_a_process_that_counts_otherwise_ends_alone(start):
+    port, found, wait = start(0.5)
+    with pytest.raises(UserError, match="--processes is 2 for process 0 and 3 for process 2"):
+        peers.join("127.0.0.1", port, 3, 2, 20)
+    wait()
+    assert found["said"].startswith("process 1 of 2 did not come within 0.5 s. Nothing was trained. Process 2 was sent")
+
+
+def test_another_token_is_sent_away_and_told(start):
+    port, found, wait = start(0.5)
+    with connect(port) as connection:
+        peers.introduce(connection, 1, 2, b"secret")
+        assert connection.recv(21)[:1] == peers._REFUSED
+    wait()
+    assert "its $SCALEJAX_JOB_TOKEN is another" in found["said"]
+
+
+def test_a_process_with_another_token_ends_alone(start, monkeypatch):
+    monkeypatch.setenv(peers.TOKEN, "secret")
+    port, found, wait = start(20)
+    own = peers._token
+
+    def token():
+        return b"another" if threading.current_thread() is threading.main_thread() else own()
+
+    monkeypatch.setattr(peers, "_token", token)
+    with pytest.raises(UserError, match=r"\$SCALEJAX_JOB_TOKEN differs from that of process 0"):
+        peers.join("127.0.0.1", port, 2, 1, 20)
+    monkeypatch.setattr(peers, "_token", own)
+    with peers.join("127.0.0.1", port, 2, 1, 20)[0]:
+        wait()
+        found[1].close()
+
+
+def test_the_answer_to_one_greeting_is_none_to_another(start):
+    port, found, wait = start(20)
+    with connect(port) as one, connect(port) as other:
+        _, _, greeting = peers._MESSAGE.unpack(one.recv(21))
+        other.recv(21)
+        message = peers._message(b"J", 1, 2)
+        other.sendall(message + peers._proof(b"", int.from_bytes(greeting, "big"), message))
+        assert other.recv(21)[:1] == peers._REFUSED
+    with peers.join("127.0.0.1", port, 2, 1, 20)[0]:
+        wait()
+        found[1].close()
+
+
+def test_strangers_are_sent_away_and_hold_up_nobody(start, monkeypatch):
+    monkeypatch.setattr(peers, "_ANSWER_S", 3600.0)
+    monkeypatch.setattr(peers, "_GREETED", 30)
+    port, found, wait = start(20)
+    join = peers._message(b"J", 1, 2)  # what took the place of process 1, or with another count ended process 0
+    wrong = (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, join + b"\0" * 32, b"J" + b"\xff" * 52, b"\0" * 53)
+    with contextlib.ExitStack() as opened:
+        for _ in range(20):
+            opened.enter_context(connect(port))  # and says nothing
+        for data in (b"J", join, peers._message(b"J", 1, 3)):
+            opened.enter_context(connect(port)).sendall(data)  # and says no more
+        for data in wrong:
+            stranger = opened.enter_context(connect(port))
+            with contextlib.suppress(OSError):  # reset, where not all of it was read
+                stranger.sendall(data)
+                assert stranger.recv(21)[:1] == peers._GREETING
+                assert stranger.recv(100)[:1] == peers._REFUSED
                 assert stranger.recv(100) == b""
-    connection = peers.join("127.0.0.1", port, 2, 1, 20)[0]
-    first.join()
-    with connection, found[0][1] as accepted:
+        connection = peers.join("127.0.0.1", port, 2, 1, 20)[0]
+        wait()
+    with connection, found[1] as accepted:
         assert accepted.getpeername() == connection.getsockname()
+
+
+def test_the_oldest_of_many_silent_connections_makes_room(start, monkeypatch):
+    monkeypatch.setattr(peers, "_ANSWER_S", 3600.0)
+    monkeypatch.setattr(peers, "_GREETED", 3)
+    port, found, wait = start(20)
+    with contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(connect(port)) for _ in range(4)]
+        assert len(silent[0].recv(21)) == 21
+        assert silent[0].recv(21) == b""
+        with peers.join("127.0.0.1", port, 2, 1, 20)[0]:
+            wait()
+            found[1].close()
+
+
+def test_a_process_that_is_done_still_hears_from_the_others(start):
+    # It waits in jax for process 0, which may draw a report for longer than its silence would be borne.
+    port, found, wait = start(20)
+    with peers.join("127.0.0.1", port, 2, 1, 20)[0] as connection:
+        wait()
+        connection.sendall(peers._message(peers._DONE, 1, 0))
+        own = peers.Peers()
+        own.watch(found, 0, 2, 1.2)
+        while 1 not in own._done:
+            time.sleep(0.001)
+        connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while connection.recv(1 << 16):
+                pass
+        connection.settimeout(60)
+        assert connection.recv(21)[:1] == peers._ALIVE
 
 
 @pytest.mark.slow
