@@ -22,16 +22,17 @@ _Segments = tuple[jax.Array | None, jax.Array | None]
 
 
 def detected_processes() -> int:
-    """Processes of the cluster that jax detects from the environment; 1 where it detects none.
+    """Processes of the cluster that jax detects from the environment; 0 where it detects none.
 
     `jax.distributed.initialize()` raises where there is no cluster, and jax offers no public way to ask beforehand.
     """
     with warnings.catch_warnings():
-        # On Kubernetes without its client package: jax advises to install it, also to processes that are alone.
+        # On Kubernetes without its client package: jax advises to install it, also to processes that are alone. What
+        # pods of one Job must be told, `train.distributed` says.
         warnings.simplefilter("ignore")
         environments = clusters.ClusterEnv._cluster_types
         found = next((env for env in environments if not env.opt_in_only_method and env.is_env_present()), None)
-    return 1 if found is None else found.get_process_count()
+    return 0 if found is None else found.get_process_count()
 
 
 def detected_job(timeout_s: int) -> tuple[str, int, int]:

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import json
+import os
 import socket
 import sys
 import time
@@ -26,6 +27,8 @@ HEARTBEAT_TIMEOUT_S = 60
 """After how long without a sign of life jax aborts the others; `peers.TIMEOUT_S` ends them earlier, and says why."""
 
 _LOOPBACK = ("127.0.0.1", "localhost")
+_POD = "JOB_COMPLETION_INDEX"
+"""Variable of the environment in pods of an Indexed Job."""
 
 
 def initialize(
@@ -51,7 +54,8 @@ def initialize(
       timeout_s: Seconds to wait for the others.
       peer_timeout_s: Seconds of silence after which a process counts as gone.
     Raises:
-      UserError: Only some of the three are given, one is out of range, processes disagree, or the port is taken.
+      UserError: Only some of the three are given, one is out of range, processes disagree, the port is taken, or a pod
+        of a Job of Kubernetes is not told of the others.
       TemporaryFailure: Some processes did not come in time; it names them.
     """
     if not 0 < peer_timeout_s < HEARTBEAT_TIMEOUT_S:
@@ -61,7 +65,10 @@ def initialize(
         )
     given = {"--coordinator": coordinator, "--processes": processes, "--process-id": process_id}
     if all(value is None for value in given.values()):
-        if compat.detected_processes() <= 1:
+        detected = compat.detected_processes()
+        if not detected:
+            _check_alone()
+        if detected <= 1:
             return
         coordinator, processes, process_id = compat.detected_job(timeout_s)
     if coordinator is None or processes is None or process_id is None:
@@ -100,6 +107,18 @@ def initialize(
     )
     peers.job.present(broadcast(peers.job.token))
     atexit.register(_leave)
+
+
+def _check_alone() -> None:
+    """Refuses a pod of an Indexed Job that nobody tells of the others: each would be a run of its own."""
+    index = os.environ.get(_POD)
+    if index is not None:
+        raise UserError(
+            f"distributed: this is pod {index} of a Job of Kubernetes (${_POD}), and nothing says how many there are: "
+            f"each would train alone, in the same folder. Give --coordinator JOB-0.SERVICE:8476 --processes N "
+            f"--process-id $({_POD}), as the Job in docs/training.md does. For a run of each pod give "
+            "--coordinator localhost:8476 --processes 1 --process-id 0."
+        )
 
 
 def _leave() -> None:

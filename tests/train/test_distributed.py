@@ -60,6 +60,12 @@ def test_a_process_without_a_cluster_stays_alone():
         assert (done.stdout, done.stderr) == ("1 True [1] ['a']\n", "")
 
 
+def test_a_pod_that_knows_of_no_other_is_refused(monkeypatch):
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    with pytest.raises(UserError, match=r"pod 1 of a Job of Kubernetes .* --process-id \$\(JOB_COMPLETION_INDEX\)"):
+        distributed.initialize(None, None, None)
+
+
 def test_together_passes_results_and_errors_through_for_a_process_alone():
     assert distributed.together(lambda: 3) == 3
     assert distributed.on_primary(lambda: [3]) == [3]
