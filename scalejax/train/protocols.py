@@ -24,8 +24,9 @@ class DataSet(Protocol[Batch_co]):
     The training stream is infinite: example i of the stream is example i % n of epoch i // n, in the order of that
     epoch's seeded permutation. Batch k holds stream examples [k * B, (k + 1) * B), whatever the number of processes.
 
-    It may also have `remarks`, lines that are printed when a run begins; `files()`, name -> bytes of what the run
-    folder is to keep of it; and `pictures()`, (split, name, caption, SVG) for the report.
+    It may also have `counted`, names of features whose ids are ranks in these very data, so that the same id means
+    another value elsewhere; `remarks`, lines that are printed when a run begins; `files()`, name -> bytes of what the
+    run folder is to keep of it; and `pictures()`, (split, name, caption, SVG) for the report.
     """
 
     @property

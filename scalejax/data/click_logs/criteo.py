@@ -111,7 +111,7 @@ class CriteoData(parquet.ParquetReading):
             raise UserError(f'{path}: access="windows" needs a converted file; run criteo.to_parquet on it first.')
         coder = self._fit()
         columns, _ = concatenated(coder, read_text(text_files(path)))
-        return from_columns(
+        built = from_columns(
             columns,
             schema_of(coder.rows),
             batch_size=self.batch_size,
@@ -123,6 +123,9 @@ class CriteoData(parquet.ParquetReading):
             threads=self.threads,
             where=self.path,
         )
+        if isinstance(self.coding, Counted):
+            built.counted = tuple(coder.rows)
+        return built
 
     def _fit(self) -> Coder:
         return fit(self.coding, lambda: text_files(pathlib.Path(self.path)))

@@ -81,7 +81,7 @@ class MovielensData:
                     Categorical(name="class", rows=values.size, length=None, capacity=float(lengths.max()))
                 )
         columns["label"] = inter["rating"].astype(np.float64) >= _POSITIVE_RATING
-        return from_columns(
+        built = from_columns(
             columns,
             Schema(categorical=tuple(categorical), group="user_id"),
             batch_size=self.batch_size,
@@ -90,6 +90,8 @@ class MovielensData:
             threads=self.threads,
             where=self.path,
         )
+        built.counted = tuple(feature.name for feature in categorical)
+        return built
 
 
 def _read_table(path: str, name: str) -> dict[str, np.ndarray]:

@@ -131,6 +131,7 @@ class BatchedDataSet(GlobalBatches[ExampleRecords, AnyBatch]):
     def __init__(self, examples: Examples, *, batch_size: int, threads: int = 2) -> None:
         super().__init__(examples, batch_size=batch_size, threads=threads)
         self.remarks: tuple[str, ...] = ()  # what a user should know of the files; a run prints it when it begins
+        self.counted: tuple[str, ...] = ()  # features whose ids are ranks in these very data
         self.schema: Schema = examples.layout.schema
 
     def days(self) -> tuple[Day, ...]:

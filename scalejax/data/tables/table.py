@@ -274,6 +274,7 @@ class OpenTable:
             where=data.path,
         )
         built.remarks = frames.remarks(data.path)
+        built.counted = tuple(encoder.counted)
         return built
 
 
@@ -285,6 +286,7 @@ class _Encoder:
         self.columns: dict[str, np.ndarray | Ragged] = {}
         self.categorical: list[Categorical] = []
         self.dense: list[str] = []
+        self.counted: list[str] = []
 
     def add(self, column: TableColumn, series: "pl.Series") -> None:
         """Encodes one column of the table."""
@@ -311,10 +313,12 @@ class _Encoder:
         self.columns[dense] = _numbers(series)
         self.dense.append(dense)
         self._put(f"{name}_bin", ids, rows)
+        self.counted.append(name)
 
     def _add_text(self, name: str, series: "pl.Series") -> None:
         ids, rows = self._coded(series, self._train)
         self._put(name, ids, rows)
+        self.counted.append(name)
 
     def _add_date(self, name: str, series: "pl.Series") -> None:
         import polars as pl
@@ -343,6 +347,7 @@ class _Encoder:
         ids, rows = self._coded(values, np.flatnonzero(inside))
         most = max(int(lengths.max() or 0), 1)  # pyright: ignore[reportArgumentType]
         self._put(name, Ragged(offsets, ids, weights), rows, length=None, max_length=most)
+        self.counted.append(name)
 
     def _coded(self, series: "pl.Series", train: np.ndarray) -> tuple[np.ndarray, int]:
         """int32[N] ids and their number; values are counted at the places `train`."""

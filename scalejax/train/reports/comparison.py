@@ -67,24 +67,24 @@ def _names(runs: Sequence[RunFiles]) -> list[str]:
 def _results(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
     titles = dict.fromkeys(_kind(s) for run in runs for s in summaries.quality(run.summary, run.described))
     for title in titles:
-        head: list[page.Cell] = ["run", "recipe"]
+        sections = [
+            next((s for s in summaries.quality(run.summary, run.described) if _kind(s) == title), None) for run in runs
+        ]
+        measured = dict.fromkeys(
+            row.column or row.name for section in sections if section is not None for row in section.rows
+        )
+        columns = [*measured, "samples/s", "wall time"]
         rows: list[list[page.Cell]] = []
-        for run, name in zip(runs, names, strict=True):
-            section = next((s for s in summaries.quality(run.summary, run.described) if _kind(s) == title), None)
-            if section is None:
-                rows.append([name, run.name])
-                continue
-            head = ["run", "recipe", *((row.name, "n") for row in section.rows), ("samples/s", "n"), ("wall time", "n")]
-            rate = summaries.figure(run.summary, "samples_per_s")
-            rows.append(
-                [
-                    name,
-                    run.name,
-                    *((f"{row.value}" + (f"  ({row.interval})" if row.interval else ""), "n") for row in section.rows),
-                    ("" if rate is None else console.count(rate), "n"),
-                    (summaries.duration(summaries.figure(run.summary, "wall_s")) or "", "n"),
-                ]
-            )
+        for run, name, section in zip(runs, names, sections, strict=True):
+            cells: dict[str, str] = {}
+            if section is not None:
+                rate = summaries.figure(run.summary, "samples_per_s")
+                for row in section.rows:
+                    cells[row.column or row.name] = row.value + (f"  ({row.interval})" if row.interval else "")
+                cells["samples/s"] = "" if rate is None else console.count(rate)
+                cells["wall time"] = summaries.duration(summaries.figure(run.summary, "wall_s")) or ""
+            rows.append([name, run.name, *((cells.get(column, ""), "n") for column in columns)])
+        head: list[page.Cell] = ["run", "recipe", *((column, "n") for column in columns)]
         yield page.card(f"{title} (95 % intervals in brackets)", page.table(head, rows))
 
 

@@ -87,12 +87,16 @@ def of_phases(
 
 @dataclasses.dataclass(frozen=True)
 class MetricRow:
-    """One metric as texts: its value, its interval ("" if none) and what the base rate scores ("" if nothing)."""
+    """One metric as texts: its value, its interval ("" if none) and what the base rate scores ("" if nothing).
+
+    `column` is what it is called where runs stand below each other, with its unit; "" = its name.
+    """
 
     name: str
     value: str
     interval: str
     base: str
+    column: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +155,9 @@ def _cells(row: Sequence[float | None]) -> str:
 _CELLS = 16
 """More columns would not fit."""
 
+_UNIT = 3
+"""Words: "nats a target"."""
+
 
 def known(records: Sequence[Mapping[str, object]], prefixes: tuple[str, ...] = ("",)) -> Described:
     """What the keys of records say was measured, by the metrics that this package has."""
@@ -188,13 +195,16 @@ def _row(summary: Mapping[str, object], start: str, value: Value) -> MetricRow |
     if low is not None and high is not None:
         interval = f"{low:.4f} to {high:.4f}"
     base = value.base if value.base is not None else figure(summary, f"{start}_{name}_base{end}")
-    return MetricRow(value.title, number(figure(summary, key)), interval, "" if base is None else number(base))
+    unit = value.unit.partition(",")[0]  # what follows, and what is longer, explains the curve
+    column = f"{value.title} ({unit})" if 0 < len(unit.split()) <= _UNIT and "better" not in unit else value.title
+    return MetricRow(value.title, number(figure(summary, key)), interval, "" if base is None else number(base), column)
 
 
 def _row_at_best(summary: Mapping[str, object], start: str, values: Sequence[Value]) -> MetricRow | None:
     for value in values:
         if (best := figure(summary, f"{start}_{value.name}_at_best")) is not None:
-            return MetricRow(f"{value.title} at step {summary.get('best_step')}, the best", number(best), "", "")
+            title = f"{value.title} at step {summary.get('best_step')}, the best"
+            return MetricRow(title, number(best), "", "", f"{value.title}, the best")
     return None
 
 

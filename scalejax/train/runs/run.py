@@ -175,6 +175,7 @@ class Run:
             init = Init(path=init) if isinstance(init, str) else init
             source = run_state.opened(self.program, init)
             where = f"init={init.path}"
+            run_state.check_ids(self.data, source, where)
             state = run_state.with_model(self.program, self.tables, state, source, init.surgery, where)
             run_state.check_architecture(self.program, source, init)
         return state, HostState()
@@ -263,6 +264,12 @@ class Run:
         if isinstance(phase.surgery, StatefulSurgery):
             history = [manifests.named_leaves(run.abstract_stored()) for run in (*earlier, before)]
             phase.surgery.check(history, {name: now[name] for name in self._operated(now, before)})
+        counted = getattr(self.data, "counted", ())
+        if counted and self.tables is not None and self.data.fingerprint() != before.data.fingerprint():
+            raise UserError(
+                f"phases: {phase.name!r} has other data, where the ids of {', '.join(counted[:5])} are counted anew, so "
+                "that rows of tables would be those of other values. Put all rows into one table."
+            )
         there = {name: manifests.describe(x) for name, x in manifests.named_leaves(before.abstract_stored()).items()}
         stateful = isinstance(phase.surgery, StatefulSurgery)
         same_rows = type(self.experiment.tables.optimizer) is type(before.experiment.tables.optimizer)

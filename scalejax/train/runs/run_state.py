@@ -27,10 +27,12 @@ from scalejax.train.checkpoints.manifest import HostRecord
 from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.experiment import Init, Surgery
 from scalejax.train.metrics import sums as metric_sums
+from scalejax.train.protocols import DataSet
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
 
 AnyTables = EmbeddingCollection | Tiers
+_SHOWN = 5  # features in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +199,22 @@ def check_architecture(program: Program, source: Trained, init: Init) -> None:
         raise UserError(
             f"init={init.path}: {source.origin} is of another model, though its arrays have the same shapes: "
             f"{'; '.join(found)}. Set what it was trained with; a phase may change the model later on."
+        )
+
+
+def check_ids(data: DataSet[object], source: Trained, where: str) -> None:
+    """Refuses rows of tables whose ids have another meaning in these data.
+
+    Raises:
+      UserError: ids are ranks in the data, and those of the trained rows were others.
+    """
+    counted = getattr(data, "counted", ())
+    if counted and source.tables and source.identity.get("data") != data.fingerprint():
+        more = f" and {len(counted) - _SHOWN} more" if len(counted) > _SHOWN else ""
+        raise UserError(
+            f"{where}: {source.origin} was trained on other data, and no run keeps which value has which id: those of "
+            f"{', '.join(counted[:_SHOWN])}{more} are counted anew in each table, so that rows would be those of other "
+            "values. Leave init out and train on all rows in one table; or begin with the same file, split and order."
         )
 
 

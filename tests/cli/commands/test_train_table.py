@@ -219,3 +219,23 @@ def test_a_frame_of_another_process_is_asked_for():
     data = TableData.from_frame(table(), label="late")
     with pytest.raises(UserError, match=r"TableData.from_frame again, of the same content"):
         TableData(path=data.path[:-1] + "?", label="late").build()
+
+
+def test_a_run_on_another_table_is_no_beginning_as_its_ids_are_counted_anew(tmp_path, invoke):
+    random = np.random.RandomState(0)
+    for name, cities in (("day1", ["Athens", "Berlin"]), ("day2", ["Berlin", "Essen"])):
+        city, x = random.choice(cities, 600), random.normal(size=600).round(3)
+        pl.DataFrame({"city": city, "x": x, "y": random.randint(0, 2, 600)}).write_csv(tmp_path / f"{name}.csv")
+    sets = ("--set", "steps=1", "--set", "evaluation.patience=none", "--set", "evaluation.every=0")
+
+    def on(day, run, *more):
+        arguments = ("--data", str(tmp_path / f"{day}.csv"), "--label", "y", "--workdir", str(tmp_path / run))
+        return invoke("train", "logistic", *arguments, *sets, *more)
+
+    assert on("day1", "first").exit_code == 0
+    begun = ("--set", f"init={tmp_path / 'first'}")
+    refused = on("day2", "second", *begun)
+    assert refused.exit_code == 2
+    assert "those of city, x are counted anew in each table" in refused.stderr
+    assert "Leave init out and train on all rows in one table" in refused.stderr
+    assert on("day1", "third", *begun).exit_code == 0
