@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from scalejax import nn, units
 from scalejax.errors import UserError, check_at_least
 from scalejax.inference import packed_params, static_inputs
-from scalejax.inference.loop import Scheduler, bucket, make_loop
+from scalejax.inference.loop import BLOCK_S, Scheduler, bucket, make_loop
 from scalejax.inference.programs import Programs
 from scalejax.inference.requests import Request
 from scalejax.inference.sampling import GREEDY, TokenSampling
@@ -106,8 +106,8 @@ class Engine:
           sampling: How they are chosen.
           stop: A row ends where one of these comes, which is not part of the result.
           samples: A number for each prompt; draws of different numbers are independent. None = 0 for all.
-          progress: Told the new tokens of all rows so far, after each step; returns whether to go on. Without it steps
-            run in blocks.
+          progress: Told the new tokens of all rows so far, after each step; returns whether to go on. With it a step
+            has as many tokens as fit `loop.BLOCK_S`.
           loop: Where they run, idle now; what it has of the prompts already is not read again. None = one of their own.
 
         Raises:
@@ -122,7 +122,7 @@ class Engine:
             raise ValueError(f"generate: samples must have one number a prompt, {len(prompts)}; got {len(numbers)}.")
         if loop is not None and loop.engine is not self:
             raise UserError("loop: the session belongs to another model. Give one that was made of this engine.")
-        loop = loop or self._loop_for(prompts, max_tokens)
+        loop = loop or self._loop_for(prompts, max_tokens, math.inf if progress is None else BLOCK_S)
         rows: dict[tuple[int, int], list[int]] = {}
         of_prompt: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
@@ -131,9 +131,7 @@ class Engine:
             wanted: dict[int, list[int]] = {}
             for row in its:
                 wanted.setdefault(numbers[row], []).append(row)
-            request = Request(
-                prompt=prompt, max_tokens=max_tokens, sampling=sampling, stop=tuple(stop), watched=progress is not None
-            )
+            request = Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, stop=tuple(stop))
             request_number = loop.submit_samples(request, [*wanted])
             rows |= {(request_number, sample): some for sample, some in wanted.items()}
         out: list[list[int]] = [[] for _ in prompts]
@@ -156,7 +154,7 @@ class Engine:
                 loop.cancel(request_number)
         return [Continuation(tuple(new), end, had) for new, end, had in zip(out, ended, reused, strict=True)]
 
-    def _loop_for(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Scheduler:
+    def _loop_for(self, prompts: Sequence[Sequence[int]], max_tokens: int, block_s: float) -> Scheduler:
         """With slots and units for all prompts at once."""
         groups = self.programs.groups
         ranks = self.programs.ranks
@@ -165,7 +163,7 @@ class Engine:
         # Each group has as many as the longest of a share of the rows need.
         unit = ranks * _PAGE
         units = bucket(sum(-(-length // unit) for length in lengths[: slots // groups]))
-        return make_loop(self, slots=slots, kv_tokens=units * groups * unit, page=_PAGE)
+        return make_loop(self, slots=slots, kv_tokens=units * groups * unit, page=_PAGE, block_s=block_s)
 
     def logits(self, tokens: np.ndarray) -> jax.Array:
         """Of the next token at every position: int32[B, S] -> wide[B, S, V]; each row is a document.

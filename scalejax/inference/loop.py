@@ -1,15 +1,18 @@
 """Continues many sequences at once: which of them are read, generated for, or wait (continuous batching).
 
 A step is one piece of a prompt, of at most PIECE tokens of one or of several rows, and one block of tokens for all rows
-that are read: of one token where a prompt is being read or somebody looks at each token, else of up to BLOCK, and not
-past the next row to finish. Rows that have finished leave their slot, and those that wait enter. Where units run out
-the youngest is put back; it is read again later, with the tokens that it had.
+that are read: of up to BLOCK, and not past the next row to finish. Where clients wait for tokens a block has as many as
+fit `block_s` by the time that a token took in the last one, and one where a row is new or a prompt is being read. Rows
+that have finished leave their slot, and those that wait enter. Where units run out the youngest is put back; it is read
+again later, with the tokens that it had.
 """
 
 import collections
 import dataclasses
 import functools
 import itertools
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -43,6 +46,15 @@ PAGES = (16, 32, 64, 128)
 
 CALIBRATION = 512
 """Random tokens after which the scales of float8 are set."""
+
+BLOCK_S = 0.04
+"""Seconds of a block where somebody reads along: tokens that come 25 times a second look steady."""
+
+SCORED = 2048
+"""Tokens of prompts that are scored in one step, at most, unless one prompt has more."""
+
+_SCORES = 4
+"""A cache leaves at most one part in so many of the memory to scores of prompts; what needs more is refused."""
 
 _SPARE_MEMORY = 0.9
 """Share of the memory beside the parameters that a cache may take where nobody says how long it is."""
@@ -133,7 +145,17 @@ class Scheduler:
       steps: What it does on devices. Of several processes each makes a loop, and one drives it, see `processes`.
     """
 
-    def __init__(self, engine: LoadedModel, *, slots: int, pages: nn.PageShape, choose: Choose | None = None) -> None:
+    def __init__(
+        self,
+        engine: LoadedModel,
+        *,
+        slots: int,
+        pages: nn.PageShape,
+        choose: Choose | None = None,
+        block_s: float = math.inf,
+        scored_tokens: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Makes the cache.
 
         Args:
@@ -141,8 +163,13 @@ class Scheduler:
           slots: Continuations that run at once, a multiple of the devices that have pages of their own.
           pages: Size of the cache, those of all devices.
           choose: What goes round the devices along `context`; None = `default_choice`.
+          block_s: Seconds that a block of tokens may take, see `make_loop`.
+          scored_tokens: Of a prompt whose tokens can be scored, see `make_loop`.
+          clock: Tells seconds.
         """
         self.engine = engine
+        self._block_s, self._clock, self._scored_tokens = block_s, clock, scored_tokens
+        self._token_s = 0.0  # of a token of all rows, by the last block
         self._choose = choose or default_choice(engine)
         self.vocabulary = engine.config.vocabulary or 0
         own = self._programs = engine.programs
@@ -181,6 +208,11 @@ class Scheduler:
                 raise UserError(f"{name} must be from 0 to {sampling.TOP}; got {asked}.")
         if request.prompt_logprobs is not None:
             self._programs.check_likelihoods()
+            if self._scored_tokens is not None and len(request.prompt) > self._scored_tokens:
+                raise UserError(
+                    f"the prompt has {len(request.prompt):,} tokens, but there is memory for scores of "
+                    f"{self._scored_tokens:,} at once. Score parts of it."
+                )
         needed, room = len(request.prompt) + request.max_tokens, self._units * self._unit
         if (window := self.engine.config.window) is not None:
             at_once = window + max(self._lengths[-1], programs.BLOCK) + 2 * self._unit
@@ -304,11 +336,15 @@ class Scheduler:
         return self._pools[self._group(one.slot)]
 
     def _scored(self) -> list[Chunk]:
-        """Log probabilities of prompts; requests that want no more are over."""
+        """Log probabilities of some prompts; requests that want no more are over."""
+        unscored = [one for one in self._waiting if one.request.prompt_logprobs is not None]
+        if not unscored:
+            return []
+        # Of one length and no more at once, so that others go on.
+        length = _scored_length(len(unscored[0].request.prompt))
+        alike = [one for one in unscored if _scored_length(len(one.request.prompt)) == length]
         chunks = []
-        # One a step, so that others go on.
-        for one in [one for one in self._waiting if one.request.prompt_logprobs is not None][:1]:
-            found = self._likelihoods(one.request.prompt, one.request.prompt_logprobs or 0)
+        for one, found in zip(alike, self._likelihoods(alike, length), strict=False):
             over = one.request.max_tokens == 0
             for sample in (one.sample, *one.followers):
                 ended = "length" if over else None
@@ -318,12 +354,23 @@ class Scheduler:
             one.request = dataclasses.replace(one.request, prompt_logprobs=None)
         return chunks
 
-    def _likelihoods(self, prompt: Sequence[int], top: int) -> tuple[TokenLogprobs | None, ...]:
-        length = bucket(max(len(prompt), LENGTHS[0]))
-        tokens = np.zeros((1, length), np.int32)
-        tokens[0, : len(prompt)] = prompt
+    def _likelihoods(self, alike: Sequence[_Sequence], length: int) -> list[tuple[TokenLogprobs | None, ...]]:
+        """Of the first of some prompts, as many as fit a step."""
+        rows = min(_scored_rows(length), len(alike))
+        tokens = np.zeros((1 if rows == 1 else _scored_rows(length), length), np.int32)
+        for row, one in enumerate(alike[:rows]):
+            tokens[row, : len(one.request.prompt)] = one.request.prompt
         found = self.steps.likelihoods(tokens)
-        return None, *(_told(found, (at,), token, top) for at, token in enumerate(prompt[1:]))
+        return [
+            (
+                None,
+                *(
+                    _told(found, (row, at), token, one.request.prompt_logprobs or 0)
+                    for at, token in enumerate(one.request.prompt[1:])
+                ),
+            )
+            for row, one in enumerate(alike[:rows])
+        ]
 
     def _enter(self) -> None:
         """Those that wait take slots, in their order, while there are units for what they have to read."""
@@ -478,8 +525,7 @@ class Scheduler:
         ready = [one for one in self._running if one.is_read]
         if not ready:
             return []
-        one_by_one = len(ready) < len(self._running) or any(one.request.watched for one in ready)
-        limit = min(1 if one_by_one else programs.BLOCK, *(one.request.max_tokens - one.made for one in ready))
+        limit = min(self._block(ready), *(one.request.max_tokens - one.made for one in ready))
         ready, limit = self._with_room(ready, limit)
         if not ready:
             return []
@@ -492,12 +538,24 @@ class Scheduler:
             self._put_units(table[one.slot], one)
         told = any(one.request.logprobs is not None for one in ready)
         slots = programs.Slots(self._rows, made, positions, self._stops(ready), table, first, rotations)
+        begin = self._clock()
         block = self.steps.decode(np.int32(limit), np.bool_(told), *jax.tree.leaves(slots))
+        self._token_s = (self._clock() - begin) / max(int(block.count), 1)
         made_now, ended, tokens = int(block.count), np.asarray(block.ended), np.asarray(block.tokens)
         likelihoods = block.likelihoods if told else None
         return [
             self._took(one, tokens[one.slot, :made_now].tolist(), int(ended[one.slot]), likelihoods) for one in ready
         ]
+
+    def _block(self, ready: Sequence[_Sequence]) -> int:
+        """Tokens of the next block of these rows."""
+        if len(ready) < len(self._running):  # a prompt is being read
+            return 1
+        if math.isinf(self._block_s):
+            return programs.BLOCK
+        if any(one.made == 0 for one in ready):
+            return 1
+        return max(1, int(min(self._block_s / max(self._token_s, 1e-9), programs.BLOCK)))
 
     def _took(self, one: _Sequence, new: list[int], why: int, likelihoods: sampling.Likelihoods | None) -> Chunk:
         """What a block brought to a sequence."""
@@ -605,6 +663,8 @@ def make_loop(
     page: int = 64,
     kv_dtype: KvFormat = "compute",
     choose: Choose | None = None,
+    block_s: float = math.inf,
+    scored_tokens: int | None = None,
 ) -> Scheduler:
     """A loop with a cache of its own.
 
@@ -617,6 +677,11 @@ def make_loop(
       kv_dtype: How keys and values are stored, see `nn.pages`.
       choose: What goes round the devices along `context`, for instance a `context_choice.FittedChoice.choose`; None =
         `default_choice`.
+      block_s: Seconds that a block of tokens may take, by the time of the last one, where somebody reads along:
+        BLOCK_S. New rows then have a block of one token, so that the first does not wait for others.
+      scored_tokens: Of the longest prompt whose tokens may be scored, for which memory is left: at most a quarter of
+        what a cache of no given size would have, or what one of `kv_tokens` leaves. What is longer than fits is refused
+        when it is asked for. None = of any length, for which nothing is left.
 
     Raises:
       UserError: an argument is out of range, or the cache does not fit the devices.
@@ -638,13 +703,43 @@ def make_loop(
         return sum(jax.tree.leaves(jax.tree.map(engine.device_bytes, cache, shardings)))
 
     limit = meshes.device_memory_bytes(engine.mesh)
-    if kv_tokens is None and limit is not None:
+    if limit is not None:
         room = int((limit - engine.held_bytes) * _SPARE_MEMORY)
-        wanted = max(devices, min(wanted, room // max(1, bytes_of(devices)) * devices))
+        if scored_tokens is not None:
+            # One number for all processes: what one compiles, all have to.
+            most = distributed.broadcast(room // _SCORES if kv_tokens is None else room - bytes_of(wanted))
+            scored_tokens, scores = _scored_in(engine, scored_tokens, most)
+            room -= scores
+        if kv_tokens is None:
+            wanted = max(devices, min(wanted, room // max(1, bytes_of(devices)) * devices))
     wanted = distributed.broadcast(wanted)  # machines may have memory of different sizes
     pages = nn.PageShape(wanted, page, kv_dtype)
     engine.check_memory(engine.held_bytes + bytes_of(wanted), f"the parameters and a cache of {wanted * page:,} tokens")
-    return Scheduler(engine, slots=slots, pages=pages, choose=choose)
+    return Scheduler(engine, slots=slots, pages=pages, choose=choose, block_s=block_s, scored_tokens=scored_tokens)
+
+
+def _scored_in(engine: LoadedModel, longest: int, room: int) -> tuple[int, int]:
+    """How long a prompt can be whose scores fit some bytes, and how many they take; 0, 0 where none can be scored."""
+    length = _scored_length(longest)
+    while length >= LENGTHS[0]:
+        try:
+            needed = engine.programs.likelihood_bytes(engine.params, _scored_rows(length), length)
+        except UserError:  # the model cannot do without later tokens
+            break
+        if needed <= room:
+            return min(length, longest), needed
+        length //= 2
+    return 0, 0
+
+
+def _scored_length(tokens: int) -> int:
+    """Of the rows in which a prompt is scored."""
+    return bucket(max(tokens, LENGTHS[0]))
+
+
+def _scored_rows(length: int) -> int:
+    """Prompts that are scored at once, at most."""
+    return max(1, SCORED // length)
 
 
 def _told(found: sampling.Likelihoods, at: tuple[int, ...], token: int, top: int) -> TokenLogprobs:

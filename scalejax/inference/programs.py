@@ -39,6 +39,9 @@ Tree = TypeVar("Tree")
 BLOCK = 32
 """Tokens that one call of the decoding program can generate, at most."""
 
+SCORED = 64
+"""Tokens of prompts whose logits are there at once."""
+
 _ORDERED = ("tpu",)
 """Platforms for which parameters are put into the order of `Programs.format`."""
 
@@ -292,19 +295,42 @@ class Programs:
 
         def forward(params: Params, tokens: jax.Array) -> jax.Array:
             with self._on_mesh():
-                positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-                return self.model(params)(tokens, positions, jnp.ones_like(tokens), gather=self.gather)
+                return self.model(params)(tokens, self._positions(tokens), jnp.ones_like(tokens), gather=self.gather)
 
         return jax.jit(forward)
 
     @functools.cached_property
     def likelihoods(self) -> Callable[[Params, Any], Likelihoods]:
-        """(parameters, int32[1, S]) -> of each token but the first, [S - 1]."""
+        """(parameters, int32[B, S]) -> of each token but the first, [B, S - 1]; each row is a document.
+
+        Logits are never there for more than SCORED tokens at once: all of them would take more than the cache.
+        """
 
         def likelihoods(params: Params, tokens: jax.Array) -> Likelihoods:
-            return self._whole(Likelihoods.of(self._allowed(self.forward(params, tokens)[0, :-1]), tokens[0, 1:]))
+            with self._on_mesh():
+                model, places = self.model(params), self._positions(tokens)
+                x, head = model.hidden(tokens, places, jnp.ones_like(tokens), gather=self.gather)
+                block = math.gcd(SCORED, tokens.size)
+                parts = x.reshape(-1, block, x.shape[-1]), jnp.roll(tokens, -1, axis=1).reshape(-1, block)
+
+                def score(part: tuple[jax.Array, jax.Array]) -> Likelihoods:
+                    return Likelihoods.of(self._allowed(model.logits(part[0], head)), part[1])
+
+                found = jax.lax.map(score, parts)
+                return self._whole(jax.tree.map(lambda a: a.reshape(*tokens.shape, *a.shape[2:])[:, :-1], found))
 
         return jax.jit(likelihoods)
+
+    def likelihood_bytes(self, params: Params, rows: int, length: int) -> int:
+        """What `likelihoods` takes on a device beside the parameters, as it is compiled.
+
+        Raises:
+          UserError: as `check_likelihoods`.
+        """
+        self.check_likelihoods()
+        program: Any = self.likelihoods
+        memory = program.lower(params, jax.ShapeDtypeStruct((rows, length), jnp.int32)).compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
     def check_likelihoods(self) -> None:
         """Refuses what `likelihoods` cannot do, before anything waits for it.
@@ -367,6 +393,9 @@ class Programs:
     @property
     def _shapes(self) -> Mapping[str, object]:
         return {**self.shape.params, **self.shape.variables}
+
+    def _positions(self, tokens: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
 
     def _laid_out(self, cache: Any) -> Any:
         return _on_caches(lambda part: jax.tree.map(nn.constrain, part, part.axes()), cache)

@@ -19,7 +19,6 @@ class Request:
       stop: Ids that end a continuation and are no part of it.
       logprobs: None: none; n >= 0: of each chosen token and of the n most probable, at most 20.
       prompt_logprobs: The same of the tokens of the prompt.
-      watched: Whoever asks looks for texts to stop at, so tokens come one by one.
     """
 
     prompt: tuple[int, ...]
@@ -29,7 +28,6 @@ class Request:
     stop: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    watched: bool = False
 
     @property
     def size(self) -> int:

@@ -10,7 +10,7 @@ from scalejax.data.text.tokenizer import TextStream, Tokenizer, check_vocabulary
 from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.inference.generate import Continuation, Ended, Engine
-from scalejax.inference.loop import Scheduler, make_loop
+from scalejax.inference.loop import BLOCK_S, Scheduler, make_loop
 from scalejax.inference.sampling import GREEDY, TokenSampling, check_samples
 from scalejax.models.llm.model_folder import LanguageModel
 
@@ -59,7 +59,7 @@ class Writer:
     def in_session(self) -> "Writer":
         """This with a cache that outlives a text, for a conversation."""
         tokens = min(self.engine.config.max_positions, _SESSION)
-        return dataclasses.replace(self, loop=make_loop(self.engine, slots=1, kv_tokens=tokens))
+        return dataclasses.replace(self, loop=make_loop(self.engine, slots=1, kv_tokens=tokens, block_s=BLOCK_S))
 
     def complete(
         self,
@@ -159,7 +159,7 @@ class Writer:
         text.push(got.tokens)
         text.finish()
         ended = got.ended if text.end is None else "stop"
-        return Completion(prompt, text.text[: text.end], got.tokens, ended, got.reused)
+        return Completion(prompt, text.text[: text.end], got.tokens[: text.tokens], ended, got.reused)
 
 
 def open_writer(model: LanguageModel, mesh: Mesh, *, dtype: str | None = None, **more: Any) -> Writer:
@@ -198,21 +198,26 @@ class GrowingText:
     Attributes:
       text: What the tokens say so far; it grows no more once a text to stop at was met.
       end: Where the first of these begins; None = none was met.
+      tokens: How many were taken.
       shown: Characters that `fresh` has given out.
     """
 
     def __init__(self, stream: TextStream, stops: Sequence[str] = ()) -> None:
         self.text = ""
         self.end: int | None = None
+        self.tokens = 0
         self._stream, self._stops = stream, tuple(stops)
         # So many characters at the end may be the beginning of a text to stop at.
         self._held = max((len(stop) - 1 for stop in self._stops), default=0)
         self.shown = 0
 
     def push(self, tokens: Iterable[int]) -> None:
-        """Takes new tokens."""
-        if self.end is None:
-            self._grow(self._stream.push(tokens))
+        """Takes new tokens, up to the one with which a text to stop at is whole."""
+        for token in tokens:
+            if self.end is not None:
+                return
+            self.tokens += 1
+            self._grow(self._stream.push((token,)))
 
     def finish(self) -> None:
         """No token comes any more: nothing is held back."""

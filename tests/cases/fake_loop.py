@@ -134,7 +134,7 @@ class FakeLoop:
             return Chunk(number, sample, (), ended="error", message="the model's logits are not finite.")
         left = request.max_tokens - row.made
         text = row.text * (2 + (row.made + self.block) // len(row.text)) if self.endless else row.text
-        new = tuple(text[row.made : row.made + min(1 if request.watched else self.block, left)])
+        new = tuple(text[row.made : row.made + min(self.block, left)])
         row.made += len(new)
         self.counted["generation_tokens"] += len(new)
         ended = "length" if row.made >= request.max_tokens else "stop" if row.made >= len(text) else None

@@ -118,7 +118,7 @@ class FakeConfig:
     window: int | None = None
 
 
-def scheduler(*, units, slots, page=16, window=None):
+def scheduler(*, units, slots, page=16, window=None, **more):
     """A loop of such a model."""
     engine = types.SimpleNamespace(
         config=FakeConfig(window=window),
@@ -127,4 +127,5 @@ def scheduler(*, units, slots, page=16, window=None):
         programs=FakePrograms(window),
         check=lambda prompts, max_tokens, least=1: None,
     )
-    return loop.Scheduler(engine, slots=slots, pages=PageShape(units, page), choose=lambda new, cached: "pass_kv")
+    pages, choose = PageShape(units, page), lambda new, cached: "pass_kv"
+    return loop.Scheduler(engine, slots=slots, pages=pages, choose=choose, **more)

@@ -263,13 +263,11 @@ def test_a_cancelled_request_frees_its_slot_and_units_at_once(engine):
 
 @pytest.mark.slow
 def test_a_cancelled_sample_frees_its_slot_and_the_others_go_on(engine):
-    asked = Request(
-        prompt=tuple(IDS[:40]), max_tokens=30, samples=3, watched=True, sampling=TokenSampling(temperature=1.0, seed=3)
-    )
-    alone = scheduler(engine, 64, slots=3)
+    asked = Request(prompt=tuple(IDS[:40]), max_tokens=30, samples=3, sampling=TokenSampling(temperature=1.0, seed=3))
+    alone = scheduler(engine, 64, slots=3, block_s=0)
     alone.submit(asked)
     want, _ = run(alone)
-    on = scheduler(engine, 64, slots=3)
+    on = scheduler(engine, 64, slots=3, block_s=0)
     number = on.submit(asked)
     on.step()
     later = on.submit(Request(prompt=tuple(IDS[100:110]), max_tokens=2))
@@ -379,29 +377,80 @@ def test_a_loop_says_how_long_a_sequence_it_can_hold(engine):
 
 
 @pytest.mark.slow
-def test_scores_of_prompts_come_one_a_step_and_samples_are_no_requests(engine):
-    on, warm = scheduler(engine, 64, slots=2), TokenSampling(temperature=1.0)
-    for begin in range(3):
-        on.submit(Request(prompt=tuple(IDS[begin : begin + 9]), max_tokens=0, prompt_logprobs=0))
-    on.submit(Request(prompt=tuple(IDS[:9]), max_tokens=3, samples=5, watched=True, sampling=warm))
-    assert [len(on.step()) for _ in range(2)] == [1, 1]
-    assert on.stats.waiting == 2
-    on.step()
-    on.step()
+def test_scores_of_prompts_of_a_length_come_together_and_samples_are_no_requests(engine, monkeypatch):
+    monkeypatch.setattr(loop, "SCORED", 64)
+    on, warm = scheduler(engine, 64, slots=2, block_s=0), TokenSampling(temperature=1.0)
+    prompts = [tuple(IDS[begin : begin + count]) for begin, count in ((0, 9), (1, 40), (2, 12), (3, 5))]
+    for prompt in prompts:
+        on.submit(Request(prompt=prompt, max_tokens=0, prompt_logprobs=2))
+    on.submit(Request(prompt=tuple(IDS[:9]), max_tokens=3, samples=5, sampling=warm))
+    chunks = [on.step() for _ in range(3)]
+    # Two rows of 32, then the prompt that wants a row of 64, then what is left.
+    assert [[chunk.request for chunk in step] for step in chunks] == [[0, 2], [1], [3, 4, 4]]
+    for chunk in (chunk for step in chunks for chunk in step if chunk.request < 4):
+        prompt = prompts[chunk.request]
+        want = np.asarray(jax.nn.log_softmax(engine.logits(np.asarray([prompt]))[0]))
+        told = [one.logprob for one in chunk.prompt_logprobs[1:]]
+        np.testing.assert_allclose(told, want[np.arange(len(prompt) - 1), prompt[1:]], atol=1e-4)
     assert (on.stats.running, on.stats.waiting) == (2, 0)
     assert len(run(on)[0]) == 5
 
 
 @pytest.mark.slow
-def test_stop_tokens_and_watched_rows(engine):
+def test_a_stop_token_ends_its_row_and_is_no_part_of_it(engine):
     want = greedy(engine, IDS[:20], 12)
     on = scheduler(engine, 64)
     on.submit(Request(prompt=tuple(IDS[:20]), max_tokens=12, stop=(want[5],)))
-    on.submit(Request(prompt=tuple(IDS[60:70]), max_tokens=12, watched=True))
-    found, steps = run(on)
+    on.submit(Request(prompt=tuple(IDS[60:70]), max_tokens=12))
+    found, _ = run(on)
     assert found[0, 0] == (want[: want.index(want[5])], "stop")
     assert found[1, 0] == (greedy(engine, IDS[60:70], 12), "length")
-    assert {len(c.tokens) for step in steps for c in step if c.request == 1} == {1}
+
+
+class Seconds:
+    """A clock that a block moves on by so many a token."""
+
+    def __init__(self, on, each):
+        self.now, self.blocks, decode = 0.0, [], on.steps.decode
+
+        def timed(limit, told, *slots):
+            block = decode(limit, told, *slots)
+            self.blocks.append(int(block.count))
+            self.now += self.each * self.blocks[-1]
+            return block
+
+        self.each, on.steps.decode, on._clock = each, timed, lambda: self.now
+
+
+def test_a_block_has_as_many_tokens_as_fit_40_ms_and_one_for_a_new_row():
+    on = fake_programs.scheduler(units=64, slots=4, block_s=loop.BLOCK_S)
+    clock = Seconds(on, each=0.009)
+    on.submit(Request(prompt=tuple(IDS[:9]), max_tokens=100))
+    run(on, until=3)
+    assert clock.blocks == [1, 4, 4]
+    on.submit(Request(prompt=tuple(IDS[:7]), max_tokens=100))
+    run(on, until=2)
+    assert clock.blocks[3:] == [1, 4]
+    clock.each = 0.1
+    run(on, until=3)
+    assert clock.blocks[5:] == [4, 1, 1]
+    clock.each = 0.0001
+    run(on, until=2)
+    assert clock.blocks[8:] == [1, 32]
+
+
+def test_whoever_reads_along_waits_for_one_token_and_others_have_whole_blocks():
+    counts = {}
+    for block_s in (np.inf, loop.BLOCK_S):
+        on = fake_programs.scheduler(units=64, slots=8, block_s=block_s)
+        Seconds(on, each=0.001)
+        for row in range(8):
+            on.submit(Request(prompt=tuple(IDS[row : row + 20]), max_tokens=97))
+        found, steps = run(on)
+        assert {len(new) for new, _ in found.values()} == {97}
+        counts[block_s] = [len(step[0].tokens) for step in steps]
+    assert counts[np.inf] == [32, 32, 32, 1]
+    assert counts[loop.BLOCK_S] == [1, 32, 32, 32]
 
 
 @pytest.mark.slow
@@ -525,3 +574,20 @@ def test_a_cache_is_as_long_as_the_memory_allows(engine, monkeypatch):
     assert isinstance(on.steps.state.cache, nn.PagedCache)
     with pytest.raises(UserError, match=r"a cache of 8,192 tokens need .* on each device"):
         loop.make_loop(engine, kv_tokens=8192)
+
+
+@pytest.mark.slow
+def test_scores_of_prompts_are_counted_before_the_cache_is_sized(engine, monkeypatch):
+    """As compiled: a whole prompt where it fits a quarter of what is free, else a part of one; more is refused."""
+    needed = {tokens: engine.programs.likelihood_bytes(engine.params, 2048 // tokens, tokens) for tokens in (128, 256)}
+    for free, scored, taken in ((4.5, 256, needed[256]), (3.5, 128, needed[128]), (0.1, 0, 0)):
+        room = int(free * needed[256])
+        limit = engine.held_bytes + int(room / 0.9) + 1
+        monkeypatch.setattr(loop.meshes, "device_memory_bytes", lambda mesh, limit=limit: limit)
+        on = loop.make_loop(engine, slots=64, scored_tokens=256)
+        each = 2 * GQA.layers * GQA.kv_heads * GQA.width * 4 + 4
+        assert on._units == min((room - taken) // (64 * each), 64 * 256 // 64)
+        assert on._scored_tokens == scored
+        if scored < 256:
+            with pytest.raises(UserError, match=f"there is memory for scores of {scored:,} at once"):
+                on.check(Request(prompt=tuple(IDS[: scored + 1]), max_tokens=0, prompt_logprobs=0))

@@ -155,7 +155,7 @@ def serve(
         raise typer.Exit(status)
 
     from scalejax.inference import text
-    from scalejax.inference.loop import make_loop
+    from scalejax.inference.loop import BLOCK_S, make_loop
     from scalejax.inference.processes import call_others, called, check_alike, follow
     from scalejax.inference.server.app import Server
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
@@ -170,7 +170,15 @@ def serve(
         writer = folders.load(text.open_writer, model, made, dtype=dtype, weights=weights)
         alike = {"--slots": settings.slots, "--kv-tokens": kv_tokens, "--page": page, "--kv-dtype": kept}
         check_alike(**alike, **{"--mesh": dict(made.shape), "--dtype": dtype, "the model": writer.engine.config})
-        loop = make_loop(writer.engine, slots=settings.slots, kv_tokens=kv_tokens, page=page, kv_dtype=kept)
+        loop = make_loop(
+            writer.engine,
+            slots=settings.slots,
+            kv_tokens=kv_tokens,
+            page=page,
+            kv_dtype=kept,
+            block_s=BLOCK_S,
+            scored_tokens=writer.engine.config.max_positions,
+        )
         settings = dataclasses.replace(settings, slots=getattr(loop, "slots", settings.slots))
         if bound is None:
             # Process 0 lets what runs finish, and then says that this is all.

@@ -42,14 +42,12 @@ class Choice:
 
     Attributes:
       index: Among those of the answer.
-      tokens: How many have come.
       ended: "stop", "length" or "error"; None = it goes on.
       message: Of an error.
     """
 
     def __init__(self, index: int, prompt: PreparedPrompt, growing: GrowingText, *, echo: bool) -> None:
         self.index = index
-        self.tokens = 0
         self.ended: str | None = None
         self.message = ""
         self._growing = growing
@@ -57,6 +55,11 @@ class Choice:
         self._led = not echo
         self._leading = not echo
         self._places: list[_Place] = []  # that were not given out
+
+    @property
+    def tokens(self) -> int:
+        """How many have come."""
+        return self._growing.tokens
 
     def take(self, chunk: Chunk, leading: Sequence[_Place]) -> None:
         """Adds what came; `leading` are the tokens of the prompt, where they are shown with their logprobs."""
@@ -67,7 +70,6 @@ class Choice:
             if chunk.logprobs:
                 offset = len(self._lead) + len(self._growing.text)
                 self._places.append(_Place(offset, token, chunk.logprobs[number]))
-            self.tokens += 1
             self._growing.push((token,))
             if self._growing.end is not None:
                 break

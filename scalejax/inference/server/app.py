@@ -264,7 +264,6 @@ class Server(Service):
                 stop=ids,
                 logprobs=asked.logprobs,
                 prompt_logprobs=asked.logprobs if asked.echo else None,
-                watched=bool(texts),
             )
             for prompt in prompts
         ]

@@ -93,6 +93,16 @@ class LanguageModule(Protocol):
         """Logits of all positions, wide[B, S, V]."""
         ...
 
+    def hidden(
+        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
+    ) -> tuple[jax.Array, jax.Array]:
+        """What the head multiplies, compute_dtype[B, S, E], and the matrix of the head, [E, V]."""
+        ...
+
+    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+        """Of some of these: [..., E] -> wide[..., V]."""
+        ...
+
     def cache(self, pages: nn.PageShape) -> "Cache":
         """An empty cache."""
         ...

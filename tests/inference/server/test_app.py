@@ -115,7 +115,7 @@ def test_sampling_reaches_the_loop(serve):
     (request,) = loop.requests
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 7, 5)
-    assert (request.samples, request.logprobs, request.prompt_logprobs, request.watched) == (2, 3, None, True)
+    assert (request.samples, request.logprobs, request.prompt_logprobs) == (2, 3, None)
     assert request.stop == (257, 258)
     complete(client, temperature=0, top_p=0.5)
     complete(client)

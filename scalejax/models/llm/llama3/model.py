@@ -251,7 +251,7 @@ class Llama(nnx.Module):
     ) -> jax.Array:
         """Logits of all positions, float32[B, S, V] (float64 where the model computes in float64); see `hidden`."""
         x, head = self.hidden(tokens, positions, segment_ids, gather=gather)
-        return self._logits(x, head)
+        return self.logits(x, head)
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
@@ -305,7 +305,7 @@ class Llama(nnx.Module):
         numbers = jnp.arange(self.config.repeats, dtype=jnp.int32)
         (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers, gather=gather)
         last = jnp.take_along_axis(x, reading.last[:, None, None], axis=1)  # R S E -> R 1 E
-        return self._logits(*self._finish(last, table, gather))[:, 0], cache
+        return self.logits(*self._finish(last, table, gather))[:, 0], cache
 
     def _finish(self, x: jax.Array, table: jax.Array, gather: Gather) -> tuple[jax.Array, jax.Array]:
         """The residual stream after the last norm, and the matrix of the head, which may be the turned `table`."""
@@ -319,7 +319,8 @@ class Llama(nnx.Module):
         c = self.config
         return rope.angles(positions, rope.frequencies(c.width, c.rope_theta, c.rope_scaling))
 
-    def _logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+        """Of the residual stream after the last norm, [..., E], with the matrix of the head: wide[..., V]."""
         return weights.dot(x, head.astype(self.compute_dtype), dtype=nn.wide(self.compute_dtype))  # B S E -> B S V
 
 
