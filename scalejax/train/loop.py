@@ -12,7 +12,9 @@ What a step computes is `step.Program`, and what is written between steps `run.R
 import contextlib
 import dataclasses
 import datetime
+import functools
 import inspect
+import math
 import pathlib
 import time
 from collections.abc import Mapping
@@ -20,12 +22,13 @@ from typing import Any
 
 import grain  # noqa: F401  # pyright: ignore[reportUnusedImport] (here, before a bar is drawn: see `train`)
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import disk, distributed, peers, phases, run_folder
+from scalejax.train import architecture, disk, distributed, peers, phases, run_folder
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics.evaluation import Picture, save_picture
@@ -97,8 +100,20 @@ def train(
     ):
         preemption.watch(lambda: checkpoints.complete)
         start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.total_steps)
-        if start is not None and resume == "auto":
+        if start is not None and resume in ("auto", "stretch"):
             start = _back_to_intact(checkpoints, start, console)
+        record = record or {"recipe": recipe, "experiment": repr(experiment)}
+        if start is not None:
+            if resume != "stretch":
+                distributed.on_primary(functools.partial(_check_schedules, folder.path, experiment, start))
+            finished = distributed.on_primary(functools.partial(_finished, folder.path, record, start))
+            if finished is not None:
+                if console is not None:
+                    more = f"Its summary stays as it is; more steps than {start:,} would train it on."
+                    console.print(
+                        f"{folder.path} is a finished run. {more}", markup=False, highlight=False, soft_wrap=True
+                    )
+                return {**finished, "run_folder": str(folder.path)}
         # A run that was killed between a save and the evaluation after it makes up for that evaluation first.
         unscored = start is not None and checkpoints.metrics(start) is None
         # A phase that ended at this very step is gone back to only where its evaluation is missing.
@@ -107,7 +122,8 @@ def train(
             state, host = _state_of(run, runs, checkpoints, start, console)
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
         # Not before the restore has succeeded: it cuts the records back, and nobody could write them again.
-        folder.begin(record or {"recipe": recipe, "experiment": repr(experiment)}, environment, start)
+        folder.begin(record, environment, start)
+        timer.goes_on_from(run_folder.read_lines(folder.path / "timing.jsonl"))
         if distributed.is_primary():
             advice = [[*arguments, what] for arguments, what in runs[-1].program.task.advice().items()]
             folder.write_measures(_described(runs).to_dict() | {"advice": advice})
@@ -150,6 +166,37 @@ def train(
                 for svg, name, _ in files.predictions:
                     events.picture(int(state.step), name, svg)
     return closing | {"run_folder": str(folder.path)}
+
+
+def _finished(folder: pathlib.Path, record: Mapping[str, object], start: int) -> dict[str, Any] | None:
+    """The summary of a run that has ended at its newest checkpoint and is asked for nothing else; else None."""
+    if not (folder / "summary.json").is_file() or not (folder / "experiment.json").is_file():
+        return None
+    closing = disk.read_json(folder / "summary.json")
+    changes = run_folder.differences(disk.read_json(folder / "experiment.json"), disk.finite(record))
+    return closing if closing.get("steps") == start and not changes else None
+
+
+def _check_schedules(folder: pathlib.Path, experiment: Experiment, start: int) -> None:
+    """Refuses other steps than before where a schedule over all steps would jump; a run in phases says its own."""
+    before = disk.read_json(folder / "experiment.json") if (folder / "experiment.json").is_file() else {}
+    fields = architecture.fields_of(before.get("experiment"))
+    steps = fields.get("steps")
+    if experiment.phases or not isinstance(steps, int) or steps == experiment.steps:
+        return
+    for path in ("optimizer.learning_rate", "tables.schedule"):
+        part, name = path.split(".")
+        schedule = getattr(getattr(experiment, part), name)
+        if architecture.plain(architecture.fields_of(fields.get(part)).get(name)) != architecture.plain(schedule):
+            continue  # which the user has changed
+        was, now = (float(np.asarray(schedule.build(count)(start))) for count in (steps, experiment.steps))
+        if not math.isclose(was, now, rel_tol=1e-5):
+            raise UserError(
+                f"steps={experiment.steps}: {folder} has been trained for {start} of {steps} steps, and {path} is a "
+                f"schedule over all of them: stretched it is {now:.3g} after step {start}, where it was {was:.3g}. Add "
+                f"--resume stretch if that is what you want; or begin another run with it: --set init={folder} "
+                "--workdir ANOTHER."
+            )
 
 
 def _trackers(experiment: Experiment) -> list[Tracker]:

@@ -38,7 +38,7 @@ from scalejax import json_reading
 from scalejax.errors import UserError
 from scalejax.train import disk, distributed
 
-Resume = Literal["auto", "never", "must"]
+Resume = Literal["auto", "never", "must", "stretch"]
 
 MEASURES = "measures.json"
 
@@ -101,7 +101,8 @@ class RunFolder:
 
         Args:
           resume: "auto" goes on from the newest intact checkpoint or begins; "never" begins, and only in a folder
-            without a run; "must" goes on from the newest one, which must be there and intact.
+            without a run; "must" goes on from the newest one, which must be there and intact; "stretch" is "auto", and
+            other steps than before stretch the schedules.
           latest: The newest checkpoint in the folder; None if there is none.
           steps: How many the run is to have.
         Raises:

@@ -1,6 +1,7 @@
 """Whole runs in this process: what they record, keep, refuse, and how they go on."""
 
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -15,6 +16,7 @@ import small_run
 from rich.console import Console
 
 from scalejax import optim
+from scalejax.configs import as_data
 from scalejax.errors import TemporaryFailure, UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
@@ -185,10 +187,40 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(rows, tmp_path):
     assert_equal_trees(stored(whole, tmp_path / "parts"), stored(whole, tmp_path / "whole"))
 
 
+def test_other_steps_that_stretch_a_schedule_are_refused_with_both_rates(rows, tmp_path):
+    cosine = optim.Adam(learning_rate=optim.WarmupCosine(peak=1e-3, warmup=0.1, final=0.1))
+    experiment = small_run.experiment(rows, optimizer=cosine, tables__schedule=optim.Constant(), steps=100)
+    record = {"experiment": as_data.to_data(experiment)}
+    (tmp_path / "experiment.json").write_text(json.dumps(record))
+    check = functools.partial(loop._check_schedules, tmp_path)
+    check(experiment, 100)
+    more = dataclasses.replace(experiment, steps=200)
+    said = r"steps=200: .* trained for 100 of 100 steps, .*: stretched it is 0\.000\d+ after step 100, where it was "
+    with pytest.raises(UserError, match=said + r"0\.0001\. Add --resume stretch .*--set init="):
+        check(more, 100)
+    check(dataclasses.replace(more, optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-4))), 100)  # by hand
+    with pytest.raises(UserError, match=r"tables.schedule is a schedule over all of them: stretched"):
+        schedule = optim.WarmupCosine(peak=1.0, warmup=0.1, final=0.1)
+        tables = dataclasses.replace(experiment.tables, schedule=schedule)
+        constant = optim.Adam(learning_rate=optim.Constant(value=1e-4))
+        before = dataclasses.replace(experiment, optimizer=constant, tables=tables)
+        (tmp_path / "experiment.json").write_text(json.dumps({"experiment": as_data.to_data(before)}))
+        check(dataclasses.replace(before, steps=200), 50)
+
+
+@pytest.mark.parametrize(("start", "changed", "finished"), [(8, {}, True), (4, {}, False), (8, {"steps": 9}, False)])
+def test_a_run_is_finished_where_its_summary_is_of_this_step_and_experiment(tmp_path, start, changed, finished):
+    record = {"recipe": "a", "steps": 8}
+    (tmp_path / "experiment.json").write_text(json.dumps(record))
+    assert loop._finished(tmp_path, record, start) is None
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 8}))
+    assert loop._finished(tmp_path, {**record, **changed}, start) == ({"steps": 8} if finished else None)
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_not_trained_again(run, rows):
     def files():
-        kept = [run / "metrics.jsonl", *sorted((run / "checkpoints").rglob("*"))]
+        kept = [run / "metrics.jsonl", run / "summary.json", *sorted((run / "checkpoints").rglob("*"))]
         return {path: path.read_bytes() for path in kept if path.is_file()}
 
     before = files()

@@ -25,6 +25,7 @@ class Resume(enum.StrEnum):
     auto = "auto"
     never = "never"
     must = "must"
+    stretch = "stretch"
 
 
 class Log(enum.StrEnum):
@@ -84,7 +85,7 @@ def train(
         typer.Option(
             "--resume",
             help="auto: from the newest checkpoint if there is one; never: refuse a folder with one; must: refuse one "
-            "without.",
+            "without; stretch: auto, and other steps than before may stretch the schedule of the learning rate.",
         ),
     ] = Resume.auto,
     log: Annotated[

@@ -2,7 +2,9 @@
 
 A step is dispatched long before it is done. The timer is handed one small output of each step (not donated, such as the
 mean loss) and waits for the output of the step `in_flight` steps back: the device always has work queued, yet the
-moments at which waits end are the moments at which steps complete. Step times are differences of those moments.
+moments at which waits end are the moments at which steps complete. Step times are differences of those moments. Steps
+that are found complete all at once, as in a short run, have a mean and no times of their own: where they are most,
+there is no median. A run in several pieces has sums and means of all, and the median of the last.
 
 Time is booked by phase:
 
@@ -34,6 +36,9 @@ Phase = Literal["data_wait", "dispatch", "blocked", "checkpoint", "compile", "ha
 _APART = ("compile", "handover", "evaluation")
 _WAITS = ("blocked", "checkpoint", "evaluation")
 """Phases in which the loop waits for the device anyway: steps in flight are waited for and timed first."""
+
+_AT_ONCE = 20
+"""Steps in flight of which one takes so many times less than another were complete before they were waited for."""
 
 
 class Output(Protocol):
@@ -80,8 +85,14 @@ class StepTimer:
         self._phases = dict.fromkeys(get_args(Phase), 0.0)
         self._apart_since_last = 0.0
         self._durations: list[float] = []
+        self._alone: list[bool] = []
+        self._earlier: list[Mapping[str, float]] = []
         self._amounts: list[dict[str, float]] = []
         self._window_first = 0
+
+    def goes_on_from(self, windows: Iterable[Mapping[str, float]]) -> None:
+        """Adds the windows of earlier pieces of the run, as `timing.jsonl` has them, to what `summary` gives."""
+        self._earlier = list(windows)
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
@@ -126,7 +137,7 @@ class StepTimer:
             "examples": int(sum(found["samples"] for found in amounts)),
             "wall_s": wall,
             **_rates(amounts, wall),
-            **_quantiles(durations),
+            **_quantiles(durations, self._alone[self._window_first :]),
             "data_wait_share": phases["data_wait"] / wall if wall > 0 else float("nan"),
             **{f"{name}_s": seconds for name, seconds in phases.items()},
         }
@@ -143,19 +154,30 @@ class StepTimer:
           out.
         """
         self._drain()
-        wall = self._clock() - self._start
         first = self._warmup if len(self._durations) > self._warmup else 0
-        durations = self._durations[first:]
-        training = wall - sum(self._phases[name] for name in _APART)
+        durations, amounts = self._durations[first:], self._amounts[first:]
+        before = {name: sum(_told(window, f"{name}_s") for window in self._earlier) for name in ("wall", *self._phases)}
+        phases = {name: seconds + before[name] for name, seconds in self._phases.items()}
+        wall = self._clock() - self._start + before["wall"] + sum(before[name] for name in _APART)
+        training = wall - sum(phases[name] for name in _APART)
+        seconds, steps = sum(durations) + before["wall"], len(durations)
+        quantiles = _quantiles(durations, self._alone[first:])
+        if self._earlier:
+            rates = dict.fromkeys(key for window in self._earlier for key in window if key.endswith("_per_s"))
+            amounts = [*amounts, *(_amounts(window, rates) for window in self._earlier)]
+            taken = [(_told(window, "step_mean_s"), _told(window, "steps")) for window in self._earlier]
+            steps += int(sum(count for _, count in taken))
+            total = sum(durations) + sum(mean * count for mean, count in taken)
+            quantiles["step_mean_s"] = total / steps if steps else float("nan")
         return {
-            **_rates(self._amounts[first:], sum(durations)),
-            **_quantiles(durations),
-            "measured_steps": len(durations),
-            "data_wait_share": self._phases["data_wait"] / training if training > 0 else float("nan"),
-            "compile_s": self._phases["compile"],
-            "handover_s": self._phases["handover"],
-            "evaluation_s": self._phases["evaluation"],
-            "checkpoint_s": self._phases["checkpoint"],
+            **_rates(amounts, seconds),
+            **quantiles,
+            "measured_steps": steps,
+            "data_wait_share": phases["data_wait"] / training if training > 0 else float("nan"),
+            "compile_s": phases["compile"],
+            "handover_s": phases["handover"],
+            "evaluation_s": phases["evaluation"],
+            "checkpoint_s": phases["checkpoint"],
             "wall_s": wall,
         }
 
@@ -174,25 +196,45 @@ class StepTimer:
         now = self._clock()
         self._durations.append(now - self._last - self._apart_since_last)
         self._amounts.append(amounts)
+        self._alone.append(True)
         self._last, self._apart_since_last = now, 0.0
 
     def _drain(self) -> None:
+        count = len(self._pending)
         while self._pending:
             self._complete()
+        own = self._durations[-count:] if count else []
+        if own and min(own) < max(own) / _AT_ONCE:  # nobody knows when each of them was complete: all were there
+            self._durations[-count:] = [sum(own) / count] * count
+            self._alone[-count:] = [False] * count
+
+
+def _told(window: Mapping[str, float], key: str) -> float:
+    """A number of a line of `timing.jsonl`; 0 where it is undefined."""
+    return window.get(key) or 0.0
+
+
+def _amounts(window: Mapping[str, float], rates: Iterable[str]) -> dict[str, float]:
+    """What a window had in its batches, by its rates and its time."""
+    return {name.removesuffix("_per_s"): _told(window, name) * _told(window, "wall_s") for name in rates}
 
 
 def _rates(amounts: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
     """`<name>_per_s` of all steps together; NaN where no time has passed."""
     names = amounts[0] if amounts else ("samples",)
-    total = {name: sum(found[name] for found in amounts) for name in names}
+    total = {name: sum(found.get(name, 0) for found in amounts) for name in names}
     return {f"{name}_per_s": count / seconds if seconds > 0 else float("nan") for name, count in total.items()}
 
 
-def _quantiles(durations: list[float]) -> dict[str, float]:
-    if not durations:
-        return dict.fromkeys(("step_mean_s", "step_p50_s", "step_p95_s"), float("nan"))
-    p50, p95 = np.percentile(durations, (50, 95))
-    return {"step_mean_s": float(np.mean(durations)), "step_p50_s": float(p50), "step_p95_s": float(p95)}
+def _quantiles(durations: list[float], alone: list[bool]) -> dict[str, float]:
+    """The mean, and median and 95th percentile where most steps were waited for one by one; else NaN."""
+    found = dict.fromkeys(("step_mean_s", "step_p50_s", "step_p95_s"), float("nan"))
+    if durations:
+        found["step_mean_s"] = float(np.mean(durations))
+        if 2 * sum(alone) >= len(alone):
+            p50, p95 = np.percentile([d for d, own in zip(durations, alone, strict=True) if own], (50, 95))
+            found |= {"step_p50_s": float(p50), "step_p95_s": float(p95)}
+    return found
 
 
 def peak_memory(devices: Iterable[Device] = ()) -> dict[str, int]:

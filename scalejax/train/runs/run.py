@@ -267,7 +267,7 @@ class Run:
         counted = getattr(self.data, "counted", ())
         if counted and self.tables is not None and self.data.fingerprint() != before.data.fingerprint():
             raise UserError(
-                f"phases: {phase.name!r} has other data, where the ids of {', '.join(counted[:5])} are counted anew, so "
+                f"phases: {phase.name!r} has other data, where ids of {', '.join(counted[:5])} are counted anew, so "
                 "that rows of tables would be those of other values. Put all rows into one table."
             )
         there = {name: manifests.describe(x) for name, x in manifests.named_leaves(before.abstract_stored()).items()}

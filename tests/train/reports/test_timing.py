@@ -1,5 +1,6 @@
 """The step timer against a clock that is moved by hand."""
 
+import math
 import types
 
 import pytest
@@ -143,6 +144,36 @@ def test_without_outputs_a_step_ends_when_its_dispatch_returns(clock):
             clock.forward(0.2)
         timer.step_done(examples=1)
     assert timer.window()["step_p50_s"] == pytest.approx(0.2)
+
+
+def test_steps_that_are_found_complete_at_once_have_a_mean_and_no_median(clock):
+    timer = timing.StepTimer(clock=clock, in_flight=8)
+    for _ in range(3):  # as in a short run: the device is done before anybody waits for it
+        with timer.phase("dispatch"):
+            timer.step_done(examples=1, output=types.SimpleNamespace(block_until_ready=lambda: clock.forward(1e-5)))
+    clock.forward(9)
+    window, summary = timer.window(), timer.summary()
+    for found in (window, summary):
+        assert found["step_mean_s"] == pytest.approx(3, rel=1e-3)
+        assert math.isnan(found["step_p50_s"])
+        assert math.isnan(found["step_p95_s"])
+
+
+def test_a_run_in_pieces_is_added_up(clock):
+    windows = []
+    for compile_s, device_s in ((7, 0.1), (3, 0.3)):
+        timer = timing.StepTimer(clock=clock, warmup_steps=0)
+        timer.goes_on_from(windows)
+        with timer.phase("compile"):
+            clock.forward(compile_s)
+        train(timer, Device(clock), clock, steps=10, device_s=device_s, dispatch_s=0)
+        summary = timer.summary()
+        windows = [timer.window()]
+    assert summary["compile_s"] == pytest.approx(10)
+    assert summary["wall_s"] == pytest.approx(7 + 1 + 3 + 3)
+    assert summary["samples_per_s"] == pytest.approx(200 / 4)
+    assert summary["step_mean_s"] == pytest.approx(0.2)
+    assert summary["measured_steps"] == 20
 
 
 def test_an_empty_window_is_undefined_and_not_a_division_by_zero(clock):
