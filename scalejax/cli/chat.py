@@ -1,5 +1,6 @@
 """Conversations on the command line: `scalejax generate --chat` and `--messages`."""
 
+import datetime
 import pathlib
 import sys
 import time
@@ -34,7 +35,7 @@ def renderer(model: "LanguageModel") -> Render:
         )
     tokenizer = model.tokenizer.build()
     tokenizer.check_chat()
-    return tokenizer.render_chat
+    return lambda messages: tokenizer.render_chat(messages, now=datetime.datetime.now())
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:

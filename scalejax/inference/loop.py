@@ -51,7 +51,7 @@ BLOCK_S = 0.04
 """Seconds of a block where somebody reads along: tokens that come 25 times a second look steady."""
 
 SCORED = 2048
-"""Tokens of prompts that are scored in one step, at most, unless one prompt has more."""
+"""Tokens of prompts that are scored in one step, at most, unless one prompt has more; and no more than the longest."""
 
 _SCORES = 4
 """A cache leaves at most one part in so many of the memory to scores of prompts; what needs more is refused."""
@@ -356,8 +356,9 @@ class Scheduler:
 
     def _likelihoods(self, alike: Sequence[_Sequence], length: int) -> list[tuple[TokenLogprobs | None, ...]]:
         """Of the first of some prompts, as many as fit a step."""
-        rows = min(_scored_rows(length), len(alike))
-        tokens = np.zeros((1 if rows == 1 else _scored_rows(length), length), np.int32)
+        most = max(1, min(SCORED, _scored_length(self._scored_tokens or SCORED)) // length)
+        rows = min(most, len(alike))
+        tokens = np.zeros((1 if rows == 1 else most, length), np.int32)
         for row, one in enumerate(alike[:rows]):
             tokens[row, : len(one.request.prompt)] = one.request.prompt
         found = self.steps.likelihoods(tokens)
@@ -723,7 +724,7 @@ def _scored_in(engine: LoadedModel, longest: int, room: int) -> tuple[int, int]:
     length = _scored_length(longest)
     while length >= LENGTHS[0]:
         try:
-            needed = engine.programs.likelihood_bytes(engine.params, _scored_rows(length), length)
+            needed = engine.programs.likelihood_bytes(engine.params, 1, length)
         except UserError:  # the model cannot do without later tokens
             break
         if needed <= room:
@@ -735,11 +736,6 @@ def _scored_in(engine: LoadedModel, longest: int, room: int) -> tuple[int, int]:
 def _scored_length(tokens: int) -> int:
     """Of the rows in which a prompt is scored."""
     return bucket(max(tokens, LENGTHS[0]))
-
-
-def _scored_rows(length: int) -> int:
-    """Prompts that are scored at once, at most."""
-    return max(1, SCORED // length)
 
 
 def _told(found: sampling.Likelihoods, at: tuple[int, ...], token: int, top: int) -> TokenLogprobs:

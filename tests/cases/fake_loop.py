@@ -16,8 +16,8 @@ TEXT = "The quick brown fox jumps over the lazy dog. "
 class ChatBytes(type(ByteTokenizer().build())):
     """Bytes with a template that writes "role:content|", as those of Hugging Face have."""
 
-    def render_chat(self, messages, *, reply="open", variables=None):
-        del variables
+    def render_chat(self, messages, *, reply="open", variables=None, now=None):
+        del variables, now
         for message in messages:
             if message["content"] == "refuse me":
                 raise UserError("its chat template refuses these messages: no.")

@@ -579,14 +579,14 @@ def test_a_cache_is_as_long_as_the_memory_allows(engine, monkeypatch):
 @pytest.mark.slow
 def test_scores_of_prompts_are_counted_before_the_cache_is_sized(engine, monkeypatch):
     """As compiled: a whole prompt where it fits a quarter of what is free, else a part of one; more is refused."""
-    needed = {tokens: engine.programs.likelihood_bytes(engine.params, 2048 // tokens, tokens) for tokens in (128, 256)}
-    for free, scored, taken in ((4.5, 256, needed[256]), (3.5, 128, needed[128]), (0.1, 0, 0)):
-        room = int(free * needed[256])
+    for scored in (256, 128):
+        needed = engine.programs.likelihood_bytes(engine.params, 1, scored)
+        room = 4 * needed + 8
         limit = engine.held_bytes + int(room / 0.9) + 1
         monkeypatch.setattr(loop.meshes, "device_memory_bytes", lambda mesh, limit=limit: limit)
         on = loop.make_loop(engine, slots=64, scored_tokens=256)
         each = 2 * GQA.layers * GQA.kv_heads * GQA.width * 4 + 4
-        assert on._units == min((room - taken) // (64 * each), 64 * 256 // 64)
+        assert on._units == min((room - needed) // (64 * each), 64 * 256 // 64)
         assert on._scored_tokens == scored
         if scored < 256:
             with pytest.raises(UserError, match=f"there is memory for scores of {scored:,} at once"):

@@ -2,13 +2,15 @@
 
 A template is a program that comes with a checkpoint. It is compiled and rendered by `chat_child.py`: in jinja2's
 immutable sandbox, which lets it reach nothing but what it is given (messages and variables), and in a child process
-without jax, whose memory, time and text are limited and which is replaced after a breach. It knows no clock, so that
-equal messages give equal text; templates that write the date take it from the variable date_string.
+without jax, whose memory, time and text are limited and which is replaced after a breach. What it makes is what
+transformers makes. It knows no clock, so that equal messages give equal text: the time, for `strftime_now`, comes from
+whoever asks, and where nobody gives one, templates that look for that name take their fixed date.
 
 What messages hold is data: it is written into the text, and never read as a template.
 """
 
 import contextlib
+import datetime
 import importlib.util
 import json
 import os
@@ -73,13 +75,15 @@ class ChatTemplate:
         *,
         reply: Literal["open", "none"] = "open",
         variables: Mapping[str, object] | None = None,
+        now: datetime.datetime | None = None,
     ) -> str:
         """The text of a conversation.
 
         Args:
           messages: Each with "role" and "content", and whatever else the template knows; what JSON can hold.
           reply: "open" = ends with the header of the answer that is to be generated.
-          variables: More for the template.
+          variables: More for the template; it finds None for tools and documents where they are not given.
+          now: What the template has for the time; None = `strftime_now` is not defined.
         Raises:
           UserError: it is no Jinja template, jinja2 is not installed, a message lacks its role, or the template
             refuses the messages, fails on them, or takes more time, memory or text than it may.
@@ -90,9 +94,11 @@ class ChatTemplate:
                     f"messages[{number}] has no role; got {dict(message)!r}. Wanted for example "
                     '{"role": "user", "content": "..."}.'
                 )
+        none = {"tools": None, "documents": None}
         given = {"messages": [dict(m) for m in messages], "add_generation_prompt": reply == "open"}
+        time = None if now is None else now.isoformat()
         try:
-            request = _line({"variables": dict(variables or {}) | given})
+            request = _line({"variables": none | dict(variables or {}) | given, "now": time})
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(
                 f"messages and variables must hold what JSON can hold ({error}). Give text, numbers, lists and "

@@ -4,12 +4,13 @@ Lines of JSON come on standard input and each is answered by one, {"kind", "valu
 
     {"folders", "memory_bytes", "memory_status", "text_bytes", "seconds"}    ready, or broken
     {"source"}                                                               compiled, or invalid
-    {"variables"}                                                            text, size, refused or failed
+    {"variables", "now"}                                                     text, size, refused or failed
 
 It ends when its input does, and with `memory_status` where memory, which is limited from "ready" on, does not suffice.
 Who asks holds the clock; the alarm here, which no Python has to handle, is for a template that outlives who asked.
 """
 
+import datetime
 import importlib
 import json
 import os
@@ -31,15 +32,39 @@ def _refuse(message: object) -> None:
     raise _Refused(message)
 
 
-def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    # Unlike jinja2's own, for text and not for HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Unlike jinja2's own, for text and not for HTML. The order of the arguments is that of transformers.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _generation() -> type:
+    """The extension of the tag `generation`, around what an assistant says: its names are its own, as in a macro."""
+    nodes = importlib.import_module("jinja2.nodes")
+
+    class Generation(importlib.import_module("jinja2.ext").Extension):
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+        def _said(self, caller: Any) -> str:
+            return caller()
+
+    return Generation
 
 
 def _environment() -> Any:
     # The settings under which these templates are written.
     environment = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
@@ -84,7 +109,10 @@ def _answer(environment: Any, templates: list[Any], line: str, text_bytes: int) 
             wrong = "invalid"
             templates[:] = [environment.from_string(request["source"])]
             return "compiled", ""
-        return _rendered(templates[0], request["variables"], text_bytes)
+        variables = request["variables"]
+        if request["now"] is not None:
+            variables = {"strftime_now": datetime.datetime.fromisoformat(request["now"]).strftime, **variables}
+        return _rendered(templates[0], variables, text_bytes)
     except MemoryError:
         raise
     except _Refused as error:

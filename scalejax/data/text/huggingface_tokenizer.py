@@ -8,6 +8,7 @@ Truncation and padding that a `tokenizer.json` may ask for are switched off: the
 """
 
 import dataclasses
+import datetime
 import hashlib
 import importlib
 import itertools
@@ -178,6 +179,7 @@ class HuggingFace:
         *,
         reply: Literal["open", "none"] = "open",
         variables: Mapping[str, object] | None = None,
+        now: datetime.datetime | None = None,
     ) -> str:
         """The text of a conversation by the checkpoint's template; encode it with specials="parse".
 
@@ -185,12 +187,13 @@ class HuggingFace:
           messages: Each with "role" and "content", and whatever else the template knows.
           reply: "open" = ends with the header of the answer that is to be generated.
           variables: More for the template: tools, documents, date_string.
+          now: The time, for templates that write it; None = they take their fixed date.
         Raises:
           UserError: there is no template, or it refuses the messages.
         """
         template = self.check_chat()
         names = {f"{role}_token": name for role, name in self._names.items()}
-        return template.render(messages, reply=reply, variables=names | dict(variables or {}))
+        return template.render(messages, reply=reply, variables=names | dict(variables or {}), now=now)
 
     def _cut(self, text: str) -> list[str]:
         utf8(text)  # the library would fail

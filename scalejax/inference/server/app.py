@@ -4,6 +4,7 @@ import abc
 import asyncio
 import contextlib
 import dataclasses
+import datetime
 import functools
 import hmac
 import logging
@@ -290,7 +291,7 @@ class Server(Service):
         render = getattr(self.writer.tokenizer, "render_chat", None)
         if render is None:
             raise UserError("this model's tokenizer has no chat template. Use /v1/completions.")
-        text = render(asked.messages)
+        text = render(asked.messages, now=datetime.datetime.now())
         # The template has written what begins a text.
         return PreparedPrompt(text, tuple(self.writer.tokenizer.encode(text, specials="parse").tolist()))
 

@@ -1,5 +1,6 @@
 """A chat template is a stranger's program: what it may take, and that others do not notice what it does."""
 
+import datetime
 import gc
 import os
 import pathlib
@@ -39,6 +40,58 @@ def pid_of(template):
 def is_there(pid):
     """Also as a zombie."""
     return pathlib.Path(f"/proc/{pid}").exists()
+
+
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+SAID = (
+    "{%- for message in messages %}\n"
+    "    {%- if message.role == 'assistant' %}\n"
+    "        {% generation %}\n"
+    "        {%- set mark = 'inner' %}{{ message.content }}{{ '!' }}\n"
+    "        {% endgeneration %}\n"
+    "    {%- else %}[{{ message.content }}]{% endif %}\n"
+    "{%- endfor %}{{ mark }}"
+)
+DATE = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y, %H:%M') }}{% else %}26 Jul 2024{% endif %}"
+NOW = datetime.datetime(2026, 3, 4, 5, 6)
+
+
+def test_what_transformers_adds_to_jinja_is_rendered_as_there(made):
+    """By the documents of its chat templates; the texts are worked out by hand."""
+    source = "|".join(
+        [
+            SAID,
+            "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+            "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}",
+            DATE,
+            "{{ {'b': '<é>', 'a': 1} | tojson }}",
+            "{{ '<é>' | tojson(true) }}{{ '<é>' | tojson(ensure_ascii=True) }}",
+            "{{ {'b': [1, 2], 'a': 1} | tojson(separators=(',', ':'), sort_keys=true) }}",
+            "{{ {'b': 1} | tojson(indent=1) }}",
+            "{{ {'b': 1} | tojson(false, 2) }}",
+            "{{ tools is none and documents is none }}",
+        ]
+    )
+    want = [
+        # Names set within a block stay there, lines of blocks alone leave nothing.
+        "[hi]yo!\n",
+        "hi",
+        "yo",
+        "04 Mar 2026, 05:06",
+        '{"b": "<é>", "a": 1}',
+        '"<\\u00e9>"' * 2,
+        '{"a":1,"b":[1,2]}',
+        '{\n "b": 1\n}',
+        '{\n  "b": 1\n}',
+        "True",
+    ]
+    assert made(source).render(TALK, reply="none", now=NOW).split("|") == want
+
+
+def test_without_a_time_a_template_takes_its_fixed_date(made):
+    assert made(DATE).render(TALK) == "26 Jul 2024"
+    with pytest.raises(UserError, match="'strftime_now' is undefined"):
+        made("{{ strftime_now('%Y') }}").render(TALK)
 
 
 @pytest.mark.slow
