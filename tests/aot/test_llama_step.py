@@ -43,7 +43,6 @@ def built(name: str, attention: Any, strategy: Fsdp, shape: MeshShape, model: Ll
     [
         ("v5p:2x2x2", "splash", "explicit"),
         ("v5e:2x4", "pallas_tpu", "implicit"),
-        ("v6e:2x4", "splash", "implicit"),
     ],
 )
 def test_compiles_with_kernels_on_fsdp_and_tensor(name, attention, form):

@@ -445,8 +445,8 @@ def test_killed_at_random_moments_leaves_only_checkpoints_that_restore(tmp_path)
 
 
 @pytest.mark.slow
-def test_killed_forty_times_leaves_only_checkpoints_that_restore(tmp_path):
-    kill_and_check(tmp_path / "c", kills=40, seed=1)
+def test_killed_sixteen_times_leaves_only_checkpoints_that_restore(tmp_path):
+    kill_and_check(tmp_path / "c", kills=16, seed=1)
 
 
 def in_small_disk(folder: pathlib.Path, size: str, then: str, *command: str) -> subprocess.CompletedProcess:
