@@ -6,7 +6,8 @@ import json
 import numpy as np
 from llama_cases import tensors, tokens, write_checkpoint
 
-from scalejax.inference import run_model
+from scalejax.data.text import tokenizer_files
+from scalejax.data.text.tokenizer import Bytes
 from scalejax.models.llm import model_folder, safetensors
 from scalejax.models.llm.experts import Experts, TopK
 from scalejax.models.llm.llama3 import LlamaConfig
@@ -21,7 +22,7 @@ EXPERTS = dataclasses.replace(SMALL, mlp=Experts(count=4, router=TopK(k=2)))
 def write_model(folder, config=SMALL, *, dtype="float32", weights=None, **more):
     """A folder of Hugging Face with a tokenizer; returns the weights as written."""
     weights = write_checkpoint(folder, config, weights or tensors(config), dtype=dtype, **more)
-    for name, text in run_model._byte_tokenizer("bos").items():
+    for name, text in tokenizer_files.of(Bytes(), "bos").items():
         (folder / name).write_text(text)
     return weights
 

@@ -50,7 +50,9 @@ def test_nine_bits_follow_float32_and_four_less_closely(texts):
 
 
 def test_a_recipe_names_formats_on_the_command_line():
-    sets = ["strategy.form=explicit", "strategy.gather_format=mxfp8_e4m3", "strategy.reduce_format=bdr_mx9"]
+    sets = ["strategy.gather_format=mxfp8_e4m3", "strategy.reduce_format=bdr_mx9"]
     strategy = configs.load("llama-smoke", sets).strategy
-    assert strategy == Fsdp(form="explicit", gather_format="mxfp8_e4m3", reduce_format="bdr_mx9")
+    assert strategy == Fsdp(
+        form="explicit", reduce_dtype="float32", gather_format="mxfp8_e4m3", reduce_format="bdr_mx9"
+    )
     assert configs.load("wukong-smoke", ["tables.exchange.forward=bdr_mx6"]).tables.exchange.forward == "bdr_mx6"
