@@ -3,8 +3,8 @@
 A step is dispatched long before it is done. The timer is handed one small output of each step (not donated, such as the
 mean loss) and waits for the output of the step `in_flight` steps back: the device always has work queued, yet the
 moments at which waits end are the moments at which steps complete. Step times are differences of those moments. Steps
-that are found complete all at once, as in a short run, have a mean and no times of their own: where they are most,
-there is no median. A run in several pieces has sums and means of all, and the median of the last.
+that are found complete at once, as in a short run, have a mean and no times of their own: where they are most, there
+is no median. A run in several pieces has sums and means of all, and the median of the last.
 
 Time is booked by phase:
 
@@ -38,7 +38,7 @@ _WAITS = ("blocked", "checkpoint", "evaluation")
 """Phases in which the loop waits for the device anyway: steps in flight are waited for and timed first."""
 
 _AT_ONCE = 20
-"""Steps in flight of which one takes so many times less than another were complete before they were waited for."""
+"""A median so many times below the mean is that of steps which were complete before anybody waited for them."""
 
 
 class Output(Protocol):
@@ -85,7 +85,6 @@ class StepTimer:
         self._phases = dict.fromkeys(get_args(Phase), 0.0)
         self._apart_since_last = 0.0
         self._durations: list[float] = []
-        self._alone: list[bool] = []
         self._earlier: list[Mapping[str, float]] = []
         self._amounts: list[dict[str, float]] = []
         self._window_first = 0
@@ -137,7 +136,7 @@ class StepTimer:
             "examples": int(sum(found["samples"] for found in amounts)),
             "wall_s": wall,
             **_rates(amounts, wall),
-            **_quantiles(durations, self._alone[self._window_first :]),
+            **_quantiles(durations),
             "data_wait_share": phases["data_wait"] / wall if wall > 0 else float("nan"),
             **{f"{name}_s": seconds for name, seconds in phases.items()},
         }
@@ -161,7 +160,7 @@ class StepTimer:
         wall = self._clock() - self._start + before["wall"] + sum(before[name] for name in _APART)
         training = wall - sum(phases[name] for name in _APART)
         seconds, steps = sum(durations) + before["wall"], len(durations)
-        quantiles = _quantiles(durations, self._alone[first:])
+        quantiles = _quantiles(durations)
         if self._earlier:
             rates = dict.fromkeys(key for window in self._earlier for key in window if key.endswith("_per_s"))
             amounts = [*amounts, *(_amounts(window, rates) for window in self._earlier)]
@@ -196,17 +195,11 @@ class StepTimer:
         now = self._clock()
         self._durations.append(now - self._last - self._apart_since_last)
         self._amounts.append(amounts)
-        self._alone.append(True)
         self._last, self._apart_since_last = now, 0.0
 
     def _drain(self) -> None:
-        count = len(self._pending)
         while self._pending:
             self._complete()
-        own = self._durations[-count:] if count else []
-        if own and min(own) < max(own) / _AT_ONCE:  # nobody knows when each of them was complete: all were there
-            self._durations[-count:] = [sum(own) / count] * count
-            self._alone[-count:] = [False] * count
 
 
 def _told(window: Mapping[str, float], key: str) -> float:
@@ -226,13 +219,13 @@ def _rates(amounts: Sequence[Mapping[str, float]], seconds: float) -> dict[str, 
     return {f"{name}_per_s": count / seconds if seconds > 0 else float("nan") for name, count in total.items()}
 
 
-def _quantiles(durations: list[float], alone: list[bool]) -> dict[str, float]:
-    """The mean, and median and 95th percentile where most steps were waited for one by one; else NaN."""
+def _quantiles(durations: list[float]) -> dict[str, float]:
+    """The mean, and median and 95th percentile where the clock carries them; else NaN."""
     found = dict.fromkeys(("step_mean_s", "step_p50_s", "step_p95_s"), float("nan"))
     if durations:
-        found["step_mean_s"] = float(np.mean(durations))
-        if 2 * sum(alone) >= len(alone):
-            p50, p95 = np.percentile([d for d, own in zip(durations, alone, strict=True) if own], (50, 95))
+        mean, (p50, p95) = float(np.mean(durations)), np.percentile(durations, (50, 95))
+        found["step_mean_s"] = mean
+        if p50 * _AT_ONCE >= mean:
             found |= {"step_p50_s": float(p50), "step_p95_s": float(p95)}
     return found
 
