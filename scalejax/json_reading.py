@@ -1,9 +1,10 @@
 """JSON of files, read in one place and within limits: a damaged file ends in an error and nothing worse."""
 
+import hashlib
 import json
 import pathlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 LARGEST_BYTES = 2**28
@@ -34,6 +35,12 @@ def parse(text: str | bytes) -> Any:
         if not level:
             return found
     raise ValueError(f"nested more than {DEEPEST} deep")
+
+
+def digest(content: Mapping[str, object]) -> str:
+    """SHA-256 of what an object of JSON says, but for its own "digest"."""
+    rest = {name: value for name, value in content.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read(path: str | pathlib.Path) -> Any:

@@ -6,7 +6,7 @@ import importlib.util
 import pathlib
 import shlex
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from scalejax import json_reading
 from scalejax.cli import output
@@ -38,12 +38,15 @@ def read_record(run_folder: pathlib.Path) -> as_data.Record:
     try:
         record: as_data.Record = json_reading.read(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}. Give another run folder, or train again.") from error
+        raise UserError(
+            f"{path}: cannot be read as JSON: {error}. Restore it from a copy, or give another run folder."
+        ) from error
     types = {"recipe": str, "sets": list, "file_sha256": str | None, "scalejax": str, "experiment": dict}
     known = isinstance(record, dict) and all(isinstance(record.get(name, ...), kind) for name, kind in types.items())
     if not known or not as_data.is_data(record["experiment"]) or not all(isinstance(s, str) for s in record["sets"]):
         raise UserError(
-            f"{path}: is no record of a run (recipe, sets, file_sha256, scalejax, experiment). Train again."
+            f"{path}: is no record of a run (recipe, sets, file_sha256, scalejax, experiment). It is damaged: restore "
+            "it from a copy."
         )
     return record
 
@@ -56,7 +59,21 @@ def load_run(run_folder: pathlib.Path, recipe: str | None) -> "Experiment":
     """
     from scalejax.configs import serialization
 
-    return serialization.reload(read_record(run_folder), recipe=recipe, where=run_folder)
+    experiment = serialization.reload(read_record(run_folder), recipe=recipe, where=run_folder)
+    return dataclasses.replace(experiment, data=_with_own_caches(experiment.data))
+
+
+def _with_own_caches(data: Any) -> Any:
+    """Data whose caches lie in the user's own folder: where a command writes, the record of a run does not choose."""
+    if isinstance(data, tuple):
+        return tuple(map(_with_own_caches, data))
+    if not dataclasses.is_dataclass(data) or isinstance(data, type):
+        return data
+    fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data) if field.init}
+    ours = type(data).__module__.startswith("scalejax.")  # what a user's own class calls so may be another thing
+    changed = {name: None if ours and name == "folder" else _with_own_caches(value) for name, value in fields.items()}
+    changed = {name: value for name, value in changed.items() if value is not fields[name]}
+    return dataclasses.replace(data, **changed) if changed else data
 
 
 def on_mesh(experiment: "Experiment", mesh: str | None) -> "Experiment":

@@ -113,7 +113,9 @@ def _check_same(
             raise UserError(f"--recipe {recipe}: the run {where} came from {named!r}. Give that one, or train again.")
         return
     if sha256 is None:
-        raise UserError(f"The run {where}: experiment.json has no SHA-256 of {named!r}. It is damaged; train again.")
+        raise UserError(
+            f"The run {where}: experiment.json has no SHA-256 of {named!r}. It is damaged: restore it from a copy."
+        )
     found = discovery.find(recipe)
     if found.sha256() != sha256 and not brought_forward:
         raise UserError(

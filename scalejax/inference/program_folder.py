@@ -69,7 +69,7 @@ def write(
     disk.write_atomically(folder / PROGRAM, bytes(exported.mlir_module_serialized))
     with disk.explained(f"cannot write to {folder}"):
         shutil.copyfile(reload.__file__, folder / "reload.py")
-    signature = {
+    signature: dict[str, object] = {
         **described,
         "weights": {name: _described(x) for name, x in weights.items()},
         "inputs": {name: _described(x) for name, x in inputs.items()},
@@ -81,8 +81,9 @@ def write(
             "uses_global_constants": exported.uses_global_constants,
         },
         "jax": jax.__version__,
-        "sha256": {name: _digest(folder / name) for name in (safetensors.FILE, PROGRAM)},
+        "sha256": {name: _digest(folder / name) for name in (safetensors.FILE, PROGRAM, "reload.py")},
     }
+    signature["digest"] = reload.signature_digest(json.loads(json.dumps(signature)))
     disk.write_atomically(folder / SIGNATURE, json.dumps(signature, indent=1) + "\n")  # last: a folder with it is whole
     return signature
 

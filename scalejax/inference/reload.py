@@ -12,7 +12,7 @@ of the labels; of a language model its vocabulary.
 
     model.stablehlo     the program, a portable artifact of StableHLO bytecode
     model.safetensors   tables and parameters, arguments of the program
-    signature.json      its arguments in order, inputs, outputs, digests of the two files
+    signature.json      its arguments in order, inputs, outputs, digests of the other files and of itself
 
 A feature whose "shape" is ["batch", L] takes L ids an example, int[B, L], or int[B] where L is 1; one of shape ["ids"]
 takes a list of ids an example.
@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-FORMAT = "scalejax click model 1"
-LANGUAGE_FORMAT = "scalejax language model 1"
+FORMAT = "scalejax click model 2"
+LANGUAGE_FORMAT = "scalejax language model 2"
 Ids = Sequence[npt.ArrayLike] | np.ndarray
 _DTYPES = {
     "F32": np.float32,
@@ -177,8 +177,17 @@ def load(folder: str | pathlib.Path) -> Any:
       OSError: a file is missing or cannot be read.
     """
     folder = pathlib.Path(folder)
-    signature = json.loads((folder / "signature.json").read_text(encoding="utf-8"))
-    kind = {FORMAT: Model, LANGUAGE_FORMAT: TextModel}.get(signature.get("format"))
+    path = folder / "signature.json"
+    try:
+        signature = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f"{path}: is damaged. Copy the folder anew.") from None
+    said = str(signature.get("format"))
+    kinds = {FORMAT: Model, LANGUAGE_FORMAT: TextModel}
+    # Signatures of format 1 have no digest of themselves.
+    kind = kinds.get(said) or {f"{name[:-1]}1": kind for name, kind in kinds.items()}.get(said)
+    if said in kinds and signature.get("digest") != signature_digest(signature):
+        raise ValueError(f"{path}: is damaged. Copy the folder anew.")
     if kind is None:
         known = f"{FORMAT!r} and {LANGUAGE_FORMAT!r}"
         raise ValueError(f"{folder}: has the format {signature.get('format')!r}; this reads {known}.")
@@ -188,6 +197,12 @@ def load(folder: str | pathlib.Path) -> Any:
         if hashlib.sha256(data[name]).hexdigest() != digest:
             raise ValueError(f"{folder / name}: is damaged or of another export. Copy the folder anew.")
     return kind(signature, read_safetensors(data["model.safetensors"]), data["model.stablehlo"])
+
+
+def signature_digest(signature: Mapping[str, Any]) -> str:
+    """Of what a signature says, but for its own digest."""
+    rest = {name: value for name, value in signature.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_safetensors(data: bytes) -> dict[str, np.ndarray]:

@@ -278,7 +278,7 @@ class _Beside:
         file = self._folder / "chat_template.jinja"
         if file.is_file():
             try:
-                return ChatTemplate(file.read_text(encoding="utf-8"), str(file))
+                return self._template(file.read_text(encoding="utf-8"), file)
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"{file}: cannot be read as UTF-8 text ({error}). Copy it again.") from error
         template = self._config.get("chat_template")
@@ -288,7 +288,13 @@ class _Beside:
         file = self._folder / "tokenizer_config.json"
         if not isinstance(template, str | None):
             raise UserError(f"{file}: chat_template must be text; got {template!r}. Copy it again.")
-        return None if template is None else ChatTemplate(template, str(file))
+        return None if template is None else self._template(template, file)
+
+    @staticmethod
+    def _template(source: str, file: pathlib.Path) -> ChatTemplate:
+        if not source.strip():
+            raise UserError(f"{file}: the chat template is empty, which makes every prompt the same. Copy it again.")
+        return ChatTemplate(source, str(file))
 
     def _read(self, name: str) -> dict[str, Any]:
         file = self._folder / name
@@ -333,6 +339,14 @@ def _check_content(path: pathlib.Path, source: bytes) -> None:
         ) from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise UserError(f"{path}: is JSON but describes no tokenizer (no 'model'). Name the tokenizer.json beside it.")
+    vocabulary = content["model"].get("vocab")
+    tokens: dict[object, str] = {}
+    for token, number in vocabulary.items() if isinstance(vocabulary, dict) else ():
+        if type(number) is int and tokens.setdefault(number, token) != token:
+            raise UserError(
+                f"{path}: the tokens {tokens[number]!r} and {token!r} have one id, {number}: the file is damaged. Copy "
+                "it again from its source."
+            )
 
 
 def _library() -> Any:

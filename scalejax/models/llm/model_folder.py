@@ -1,6 +1,7 @@
 """Folders that hold a language model: ours, those of Hugging Face, and the way from one to the other.
 
-    model.json                     the architecture as data: {"format", "scalejax", "model": {"type", "fields"}, ...}
+    model.json                     the architecture as data: {"format", "scalejax", "model": {"type", "fields"}, ...},
+                                   and digests of the files beside it and of itself
     model.safetensors, or shards   parameters by our paths, a tensor a layer ("layers/3/attention/query"), in our layout
     tokenizer.json, ...            files of the tokenizer and generation_config.json, as they came
 
@@ -13,6 +14,7 @@ Nothing is ever instantiated because a file names it: `type` says which of the k
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import pathlib
@@ -41,8 +43,8 @@ from scalejax.train.checkpoints.trained import Trained
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-FORMAT = 1
-"""Raised when a scalejax of today could not read the folders of tomorrow."""
+FORMAT = 2
+"""Of 1 there are no digests. Raised when a scalejax of today could not read the folders of tomorrow."""
 
 MODEL = "model.json"
 CONFIG = "config.json"
@@ -138,6 +140,7 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     content = _read_json(folder / (MODEL if kind == "model" else CONFIG))
     family, config, tokens, unknown = _read_architecture(folder, kind, content)
     if kind == "model":
+        _check_files(folder, content)
         entries, sizes = families.own_table(config)
     else:
         entries, sizes = family.entries(config), family.sizes(config)
@@ -272,6 +275,9 @@ def convert(
             (folder / name).write_text(text, encoding="utf-8")
         if to == "huggingface" and not (folder / GENERATION).exists():
             write_json(folder / GENERATION, write_generation_config(model.tokens))
+        if to == "model":
+            content["sha256"] = {file.name: _digest(file) for file in sorted(folder.iterdir())}
+            content["digest"] = json_reading.digest(json.loads(json.dumps(content)))
         write_json(folder / (MODEL if to == "model" else CONFIG), content)
 
 
@@ -335,6 +341,22 @@ def parameter_bytes(model: LanguageModel, dtype: np.dtype | None = None) -> int:
     return total
 
 
+def _check_files(folder: pathlib.Path, content: Mapping[str, Any]) -> None:
+    """Compares the files of a model folder with their digests; those of format 1 have none."""
+    if content["format"] == 1:
+        return
+    for name, digest in content["sha256"].items():
+        file = folder / name
+        with disk.explained(f"cannot read {file}"):
+            if not file.is_file() or _digest(file) != digest:
+                raise UserError(f"{file}: is damaged, or not the file that was written. Restore it from a copy.")
+
+
+def _digest(file: pathlib.Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def _read_model_json(content: dict[str, Any], where: str) -> tuple[LanguageConfig, SpecialTokens]:
     version = content.get("format")
     if not isinstance(version, int) or version > FORMAT:
@@ -342,6 +364,8 @@ def _read_model_json(content: dict[str, Any], where: str) -> tuple[LanguageConfi
             f"{where}: has format {version!r}, and this scalejax reads up to {FORMAT}. Upgrade with "
             "`pip install -U scalejax`."
         )
+    if version != 1 and content.get("digest") != json_reading.digest(content):
+        raise UserError(f"{where}: is damaged. Restore it from a copy, or convert the model again.")
     try:
         known: dict[type, tuple[type, ...]] = {}
         for entry in families.known():  # of which several may share a class of configs

@@ -218,6 +218,20 @@ def test_what_a_template_refuses_or_lacks_is_said(folder: pathlib.Path, tmp_path
     assert made.render_chat([{"role": "user", "content": "<é>"}], variables={"date_string": 5}) == '"<é>"<é>5'
 
 
+def test_two_tokens_of_one_id_and_an_empty_template_are_one_message_each(folder: pathlib.Path, tmp_path: pathlib.Path):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    first, second, *_ = content["model"]["vocab"]
+    content["model"]["vocab"][second] = content["model"]["vocab"][first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"the tokens .* and .* have one id, \d+: the file is damaged"):
+        HuggingFaceTokenizer(path=str(tmp_path)).build()
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    for empty in ("", " \n"):
+        (tmp_path / "chat_template.jinja").write_text(empty)
+        with pytest.raises(UserError, match=r"chat_template.jinja: the chat template is empty"):
+            HuggingFaceTokenizer(path=str(tmp_path)).build()
+
+
 def test_files_that_are_no_tokenizer_are_refused_and_pickles_never_loaded(tmp_path: pathlib.Path) -> None:
     def refused(name: str, content: bytes | None, match: str) -> None:
         if content is not None:

@@ -186,17 +186,35 @@ def test_what_a_loaded_model_refuses(written):
 
 def test_a_damaged_or_newer_folder_is_refused(written, tmp_path):
     _, folder, _ = written
-    for name in ("model.safetensors", "model.stablehlo"):
+    for name in ("model.safetensors", "model.stablehlo", "reload.py"):
         shutil.copytree(folder, tmp_path / name)
         data = bytearray((tmp_path / name / name).read_bytes())
         data[-3] ^= 1
         (tmp_path / name / name).write_bytes(bytes(data))
         with pytest.raises(ValueError, match=f"{name}: is damaged"):
             reload.load(tmp_path / name)
-    newer = json.loads((folder / "signature.json").read_text()) | {"format": "scalejax click model 2"}
-    (tmp_path / "model.stablehlo" / "signature.json").write_text(json.dumps(newer))
+    signature, path = json.loads((folder / "signature.json").read_text()), tmp_path / "reload.py" / "signature.json"
+    path.write_text(json.dumps(signature | {"format": "scalejax click model 3"}))
     with pytest.raises(ValueError, match="has the format"):
-        reload.load(tmp_path / "model.stablehlo")
+        reload.load(path.parent)
+
+
+def test_any_flipped_bit_of_a_signature_is_refused_or_says_the_same(written, tmp_path):
+    _, folder, signature = written
+    source = (folder / "signature.json").read_bytes()
+    shutil.copytree(folder, tmp_path / "flipped")
+    path = tmp_path / "flipped" / "signature.json"
+    draw = np.random.default_rng(0)
+    for at in draw.integers(0, len(source), 60):
+        data = bytearray(source)
+        data[at] ^= 1 << int(draw.integers(8))
+        path.write_bytes(bytes(data))
+        try:
+            said = reload.load(path.parent).signature
+        except ValueError as error:
+            assert "is damaged" in str(error) or "has the format" in str(error)
+        else:
+            assert said == signature
 
 
 def test_nothing_is_written_over(written):

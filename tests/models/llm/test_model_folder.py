@@ -298,16 +298,35 @@ def test_model_json_of_another_kind_is_refused(tmp_path):
     path = tmp_path / "ours" / "model.json"
     content = json.loads(path.read_text())
     for change, words in (
-        ({"format": 2}, "has format 2, and this scalejax reads up to 1"),
+        ({"format": 3}, "has format 3, and this scalejax reads up to 2"),
+        (
+            {"format": 2, "tokens": {"bos": 3, "eos": [], "pad": None}},
+            r"model.json: is damaged. Restore it from a copy",
+        ),
         ({"model": {"type": "os.system", "fields": {}}}, "architecture 'os.system' is not known"),
         ({"model": {**content["model"], "fields": {**content["model"]["fields"], "wheels": 4}}}, "wheels"),
         ({"model": {**content["model"], "fields": {**content["model"]["fields"], "layers": 2.0}}}, "layers must be"),
         ({"model": {**content["model"], "fields": {**content["model"]["fields"], "remat": "x"}}}, "remat must be one"),
         ({"tokens": {"bos": 1, "eos": ["a"], "pad": None}}, "eos_token_id must be a token id"),
     ):
-        path.write_text(json.dumps(content | change))
+        path.write_text(json.dumps(content | {"format": 1} | change))
         with pytest.raises(UserError, match=words):
             model_folder.open_folder(tmp_path / "ours")
+
+
+def test_a_flipped_bit_in_any_file_of_a_model_folder_is_one_message(tmp_path):
+    write_checkpoint(tmp_path / "theirs", GQA)
+    (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages }}")
+    model_folder.convert(model_folder.open_folder(tmp_path / "theirs"), tmp_path / "ours", to="model")
+    files = sorted((tmp_path / "ours").iterdir())
+    assert "chat_template.jinja" in {file.name for file in files}
+    for file in files:
+        source = file.read_bytes()
+        file.write_bytes(source[:-9] + bytes([source[-9] ^ 1]) + source[-8:])
+        with pytest.raises(UserError, match=rf"{file.name}: (is damaged|cannot be read as JSON)"):
+            model_folder.open_folder(tmp_path / "ours")
+        file.write_bytes(source)
+    model_folder.open_folder(tmp_path / "ours")
 
 
 def test_a_target_that_is_there_is_refused(tmp_path):
