@@ -121,7 +121,8 @@ def prefetch(
 ) -> Prefetch[Batch, Placed]:
     """(Host batch, its device form) pairs that a thread prepares ahead; a context manager.
 
-    `room` is for what the host sorts for training, None = for these batches alone. Where tables have tiers, `cache.advance` comes before each batch is used.
+    `room` is for what the host sorts for training, None = for these batches alone. Where tables have tiers,
+    `cache.advance` comes before each batch is used.
     """
     steps = itertools.count(first_step) if purpose == "training" else itertools.repeat(0)
     place = functools.partial(to_device, program=program, purpose=purpose, room=room or Room())
