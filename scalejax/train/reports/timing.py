@@ -221,7 +221,7 @@ def _rates(amounts: Sequence[Mapping[str, float]], seconds: float) -> dict[str, 
 
 def _quantiles(durations: list[float]) -> dict[str, float]:
     """The mean, and median and 95th percentile where the clock carries them; else NaN."""
-    found = dict.fromkeys(("step_mean_s", "step_p50_s", "step_p95_s"), float("nan"))
+    found: dict[str, float] = dict.fromkeys(("step_mean_s", "step_p50_s", "step_p95_s"), float("nan"))
     if durations:
         mean, (p50, p95) = float(np.mean(durations)), np.percentile(durations, (50, 95))
         found["step_mean_s"] = mean
