@@ -43,6 +43,26 @@ def digest(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+def sealed(content: Mapping[str, object]) -> dict[str, object]:
+    """The same with its digest, for `read_sealed`."""
+    return {**content, "digest": digest(content)}
+
+
+def read_sealed(path: str | pathlib.Path) -> Any:
+    """What a file holds that people may write or edit, who leave the digest out; without its digest.
+
+    Raises:
+      ValueError: as `read`, or the digest is that of other content.
+      OSError: it cannot be read.
+    """
+    found = read(path)
+    if not isinstance(found, dict) or "digest" not in found:
+        return found
+    if found["digest"] != digest(found):
+        raise ValueError("its digest is that of other content: copy it anew, or, after an edit, take the digest out")
+    return {name: value for name, value in found.items() if name != "digest"}
+
+
 def read(path: str | pathlib.Path) -> Any:
     """What a file of JSON, UTF-8, holds.
 

@@ -84,7 +84,7 @@ class Partition:
           UserError: it cannot be read, or holds something else.
         """
         try:
-            found = json_reading.read(path)
+            found = json_reading.read_sealed(path)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"Partition: cannot read {path} as JSON ({error}). Give a file that `scalejax towers --save` wrote."
@@ -104,8 +104,9 @@ class Partition:
         return cls(towers=tuple(map(tuple, towers)))
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Writes it as JSON."""
-        pathlib.Path(path).write_text(json.dumps({"towers": self.towers}, indent=2) + "\n")
+        """Writes it as JSON, with its digest."""
+        content = json_reading.sealed({"towers": self.towers})
+        pathlib.Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

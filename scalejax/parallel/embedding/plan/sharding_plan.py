@@ -160,7 +160,7 @@ class ShardingPlan:
           UserError: the file cannot be read, is no JSON object, or has a field of another name or type.
         """
         try:
-            found = json_reading.read(path)
+            found = json_reading.read_sealed(path)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"ShardingPlan: cannot read {path} as JSON ({error}). Give a file that `scalejax shard --save` wrote."
@@ -193,13 +193,15 @@ class ShardingPlan:
         return cls(tables=tables, replicas=cast(Any, replicas), devices=devices, towers=towers)
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Writes it as a JSON object, a line for each table; fields that are as by default are left out.
+        """Writes it as a JSON object with its digest, a line for each table; fields as by default are left out.
 
         Raises:
           UserError: the file cannot be written.
         """
-        lines = ",\n".join("    " + json.dumps(_changed(entry)) for entry in self.tables)
+        tables = [_changed(entry) for entry in self.tables]
+        lines = ",\n".join("    " + json.dumps(table) for table in tables)
         rest = {name: value for name, value in _changed(self).items() if name != "tables"}
+        rest["digest"] = json_reading.digest({**rest, "tables": tables})
         head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in rest.items())
         try:
             pathlib.Path(path).write_text(f'{{\n{head}  "tables": [\n{lines}\n  ]\n}}\n', encoding="utf-8")

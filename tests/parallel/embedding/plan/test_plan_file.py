@@ -83,3 +83,30 @@ def test_a_plan_that_cannot_be_written_or_found_says_so(tmp_path):
         PLAN.save(tmp_path / "no" / "plan.json")
     with pytest.raises(UserError, match=r"cannot read .*scalejax shard --save"):
         ShardingPlan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ShardingPlan(
+            tables=(TablePlan(table="shop", kind="table_wise", ranks=(1,)), TablePlan(table="item")), devices=2
+        ),
+        Partition(towers=(("shop",), ("item", "hour"))),
+    ],
+    ids=["plan", "towers"],
+)
+def test_a_flipped_bit_is_refused_and_an_edit_leaves_the_digest_out(tmp_path, content):
+    path = tmp_path / "file.json"
+    content.save(path)
+    assert type(content).load(path) == content
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert type(content).load(path) == content  # a blank that became another
+        except UserError as error:
+            assert str(path) in str(error)
+    edited = json.loads(whole)
+    del edited["digest"]
+    path.write_text(json.dumps(edited).replace("shop", "town"))
+    assert type(content).load(path) != content
