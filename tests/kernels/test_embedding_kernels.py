@@ -83,6 +83,32 @@ def test_bags_equal_literal_loops_on_a_simulated_chip(implementation, interpret,
     _assert_bags(case, table, table, case.weights(), "sum", implementation, interpret)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas_gpu"])
+def test_rows_of_numbered_bags_are_added_in_their_order(implementation):
+    """A bag may end with ids that are no rows, and numbers beyond the bags are ignored."""
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(9, 6)).astype(np.float32)
+    ids = np.array([3, -1, 8, 0, 9, 9, 5, 5, 7, 9, 2], np.int32)
+    bags = np.array([0, 0, 0, 2, 2, 2, 3, 3, 3, 3, 4], np.int32)
+    expected = np.zeros((4, 6), np.float32)
+    for row, bag in zip(ids, bags, strict=True):
+        if bag < 4 and 0 <= row < 9:
+            expected[bag] += table[row]
+    rows = np.where(((ids >= 0) & (ids < 9))[:, None], table[np.clip(ids, 0, 8)], 0)
+
+    @jax.jit
+    def sums(table, rows, ids, bags):
+        options = {"implementation": implementation, "interpret": True}
+        pooled = ops.pool_rows(rows, bags, 4, **options)
+        mean = ops.pool_rows(rows, bags, 4, pooling="mean", **options)
+        return pooled, mean, ops.gather_and_pool_rows(table, ids, bags, 4, **options)
+
+    pooled, mean, gathered = sums(table, rows, ids, bags)
+    np.testing.assert_array_equal(pooled, expected)
+    np.testing.assert_array_equal(gathered, expected)
+    np.testing.assert_allclose(mean, expected / np.array([[3], [1], [3], [4]]), rtol=1e-6)
+
+
 def test_a_tpu_refuses_more_bags_than_it_has_steps_for():
     shapes = ((8, 128), jnp.float32), ((4,), jnp.int32), ((2**28,), jnp.int32)
     with pytest.raises(UnsupportedError, match=r"at most 67108864 bags of width 128 at once; got 268435456\. Cut"):
@@ -473,3 +499,6 @@ def test_nothing_in_gives_nothing_out(implementation):
     assert ops.gather_rows(table, none, implementation=implementation).shape == (0, 128)
     pooled = ops.embedding_bag(table, none, jnp.zeros(3, jnp.int32), implementation=implementation)
     np.testing.assert_array_equal(pooled, np.zeros((3, 128)))
+    if implementation == "pallas_gpu":
+        pooled = ops.gather_and_pool_rows(table, none, none, 3, implementation=implementation)
+        np.testing.assert_array_equal(pooled, np.zeros((3, 128)))

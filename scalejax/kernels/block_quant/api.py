@@ -43,9 +43,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError, check_one_of
 from scalejax.kernels import embedding_bag as bags
+from scalejax.kernels import gpu_choices
 from scalejax.kernels.block_quant import codebook, formats, lanes, search, shared_codebook, xla
 from scalejax.kernels.block_quant.codebook import CODEBOOK_FORMATS, CodebookFormat, CodebookRows
 from scalejax.kernels.block_quant.formats import ENCODINGS
@@ -341,8 +341,11 @@ def _choose(rows: PackedRows | LaneRows, implementation: Implementation | None, 
     Raises:
       UnsupportedError: the one that was named does not have the case.
     """
-    preferred = "pallas_tpu" if isinstance(rows, LaneRows) and compat.platform() == "tpu" else "xla"
-    chosen, lacks = implementation or preferred, None
+    elsewhere = {"tpu": "pallas_tpu"} if isinstance(rows, LaneRows) else {}
+    chosen = implementation or cast(
+        Implementation, gpu_choices.first("block_quant", "quantized_bag", elsewhere=elsewhere)
+    )
+    lacks = None
     if chosen == "pallas_gpu" and not isinstance(rows, QuantizedRows):
         lacks = f"has no {'lanes' if isinstance(rows, LaneRows) else 'codebooks'}; got rows in {rows.format}. Take"
     if chosen == "pallas_tpu" and not isinstance(rows, LaneRows):

@@ -2,6 +2,7 @@
 
 from scalejax.kernels.embedding_bag.api import RowPlan as RowPlan
 from scalejax.kernels.embedding_bag.api import embedding_bag as embedding_bag
+from scalejax.kernels.embedding_bag.api import gather_and_pool_rows as gather_and_pool_rows
 from scalejax.kernels.embedding_bag.api import gather_rows as gather_rows
 from scalejax.kernels.embedding_bag.api import plan_rows as plan_rows
 from scalejax.kernels.embedding_bag.api import pool_rows as pool_rows

@@ -3,13 +3,18 @@
 `implementation` names one of
 
     reference    the definition, for tests
-    xla          XLA's own gathers, sorts and scatters; what None picks on every platform
+    xla          XLA's own gathers, sorts and scatters
     pallas_tpu   row copies by DMA (`pallas_tpu`)
     pallas_gpu   Triton kernels (`pallas_gpu`)
 
-A name never falls back: what it cannot do is a ValueError that says what it wants. A table of bfloat16 may be packed,
-uint32[V, D/2] from `pack_rows`, which is the only form of bfloat16 whose rows a TPU's DMA can address; for "pallas_gpu"
-it is none.
+A name never falls back: what it cannot do is a ValueError that says what it wants. None picks "pallas_gpu" for lookups
+on a GPU in tables of a dtype that it takes, and "xla" otherwise; updates of rows, which have not been timed, are left
+to XLA (`gpu_choices`). Pallas kernels are not partitioned by the compiler: over several devices call them inside
+`jax.shard_map` with check_vma=False, or name "xla".
+
+The kernels for GPUs add the rows of a bag one by one, in their order; XLA does so on CPUs, and elsewhere adds in a
+binary tree. A table of bfloat16 may be packed, uint32[V, D/2] from `pack_rows`, which is the only form of bfloat16
+whose rows a TPU's DMA can address; for "pallas_gpu" it is none.
 """
 
 import dataclasses
@@ -22,7 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax import compat
-from scalejax.kernels.embedding_bag import fixed_point, packing, reference, xla
+from scalejax.kernels import gpu_choices
+from scalejax.kernels.embedding_bag import blocks, fixed_point, packing, reference, xla
 from scalejax.kernels.embedding_bag.steps import Step
 
 if TYPE_CHECKING:
@@ -72,9 +78,9 @@ def embedding_bag(
         raise ValueError(f"embedding_bag: weights must have the shape of ids, {ids.shape}; got {weights.shape}.")
     if pooling not in ("sum", "mean"):
         raise ValueError(f'embedding_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
-    chosen = _choose("embedding_bag", implementation)
+    chosen = _choose("embedding_bag", implementation, table=table)
     if chosen not in ("reference", "xla"):
-        return _kernel_bag(_Call(chosen, interpret, pooling), table, ids, lengths, weights)
+        return _kernel_bag(_Call(chosen, interpret, implementation, pooling), table, ids, lengths, weights)
     if chosen == "reference":
         return reference.embedding_bag(table, ids, lengths, weights, pooling)
     rows = packing.widen(xla.gather_rows(table, ids), packing.sum_dtype(table))
@@ -106,9 +112,9 @@ def gather_rows(
     """
     _check_table("gather_rows", table)
     _check_integers("gather_rows", "ids", ids)
-    chosen = _choose("gather_rows", implementation)
+    chosen = _choose("gather_rows", implementation, table=table)
     if chosen not in ("reference", "xla"):
-        return _kernel_gather(_Call(chosen, interpret), table, ids)
+        return _kernel_gather(_Call(chosen, interpret, implementation), table, ids)
     return (reference if chosen == "reference" else xla).gather_rows(table, ids)
 
 
@@ -125,6 +131,7 @@ def pool_rows(
     *,
     pooling: Literal["sum", "mean"] = "sum",
     implementation: Implementation | None = None,
+    interpret: "Interpret" = False,
 ) -> "Float[Array, '{num_bags} dim']":
     """out[b] = sum or mean of the rows n with bags[n] == b.
 
@@ -133,15 +140,57 @@ def pool_rows(
       bags: int32[N], non-decreasing; what is not below `num_bags` is ignored.
       num_bags: B.
       pooling: "sum" or "mean"; an empty bag gives zeros for both.
-      implementation: None picks; a name never falls back.
+      implementation: None picks; a name never falls back. "pallas_gpu" takes rows of float32 and has no derivative.
+      interpret: As in `embedding_bag`.
 
     Returns:
       [B, D] in the dtype of `rows`.
     """
     _check_matrix("pool_rows", "rows", rows)
     _check_integers("pool_rows", "bags", bags)
-    chosen = reference if _choose("pool_rows", implementation, ("reference", "xla")) == "reference" else xla
-    return chosen.pool_rows(rows, bags, num_bags, pooling)
+    chosen = _choose("pool_rows", implementation, ("reference", "xla", "pallas_gpu"))
+    if chosen == "pallas_gpu":
+        return _backend(chosen).pool_rows(rows, bags, num_bags, pooling, interpret=interpret)
+    return (reference if chosen == "reference" else xla).pool_rows(rows, bags, num_bags, pooling)
+
+
+def gather_and_pool_rows(
+    table: "Float[Array, 'rows dim'] | UInt32[Array, 'rows words']",
+    ids: "Int[Array, 'num_ids']",
+    bags: "Int[Array, 'num_ids']",
+    num_bags: int,
+    *,
+    implementation: Implementation | None = None,
+    interpret: "Interpret" = False,
+) -> "Float[Array, '{num_bags} dim']":
+    """`pool_rows(gather_rows(table, ids), bags, num_bags)` in float32 or wider: out[b] = sum of table[ids[n]] of bag b.
+
+    Not differentiable by a kernel.
+
+    Args:
+      table: float[V, D], or packed uint32[V, D/2].
+      ids: int32[N]; what is no row of the table contributes zeros.
+      bags: int32[N], non-decreasing; what is not below `num_bags` is ignored.
+      num_bags: B.
+      implementation: None picks; a name never falls back. "pallas_gpu" does not write the rows to memory, and does not
+        walk over ids that are no rows at the end of a bag.
+      interpret: As in `embedding_bag`.
+
+    Returns:
+      float[B, D].
+
+    Raises:
+      ValueError: an argument has the wrong rank or dtype, or the named implementation cannot take it.
+    """
+    op = "gather_and_pool_rows"
+    _check_table(op, table)
+    _check_integers(op, "ids", ids)
+    _check_integers(op, "bags", bags)
+    chosen = _choose(op, implementation, ("reference", "xla", "pallas_gpu"), table=table)
+    if chosen == "pallas_gpu":
+        return _backend(chosen).gather_and_pool_rows(table, ids, bags, num_bags, interpret=interpret)
+    rows = packing.widen(gather_rows(table, ids, implementation=chosen), packing.sum_dtype(table))
+    return pool_rows(rows, bags, num_bags, implementation=chosen)
 
 
 @jax.tree_util.register_dataclass
@@ -268,10 +317,11 @@ _BagSaved = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is static: the implementation, how Pallas kernels run, and how rows are pooled."""
+    """What is static: the implementation, how Pallas kernels run, the name that was given, and how rows are pooled."""
 
     implementation: Implementation
     interpret: "Interpret"
+    named: Implementation | None
     pooling: str = "sum"
 
 
@@ -332,7 +382,7 @@ def _table_gradient(call: _Call, table: jax.Array, ids: jax.Array, by_slot: jax.
         return None
     num_rows = table.shape[0]
     plan = plan_rows(jnp.where(ids < 0, num_rows, ids), num_rows=num_rows, capacity=min(ids.shape[0], num_rows))
-    summing = "pallas_gpu" if call.implementation == "pallas_gpu" else "xla"
+    summing = "xla" if call.named == "pallas_tpu" else call.named
     sums = sum_by_row(by_slot, plan, implementation=summing, interpret=call.interpret).astype(table.dtype)
     empty = jnp.zeros(table.shape, table.dtype)
     return empty.at[plan.rows].set(sums, mode="drop", indices_are_sorted=True, unique_indices=True)
@@ -342,9 +392,12 @@ def _choose(
     op: str,
     implementation: Implementation | None,
     known: tuple[str, ...] = ("reference", "xla", "pallas_tpu", "pallas_gpu"),
+    table: jax.Array | None = None,
 ) -> Implementation:
     if implementation is None:
-        return "xla"
+        first = gpu_choices.first("embedding_bag", op, elsewhere={})
+        takes = table is not None and table.dtype.name in blocks.GPU_TABLES
+        return "pallas_gpu" if first == "pallas_gpu" and takes else "xla"
     if implementation not in known:
         names = ", ".join(f'"{name}"' for name in known)
         raise ValueError(f"{op}: implementation must be None or one of {names}; got {implementation!r}.")

@@ -56,3 +56,6 @@ GPU = {
     "NVIDIA H200": GpuBlocks(elements=1024, warps=4, unroll=2),
     "": GpuBlocks(elements=1024, warps=4, unroll=2),
 }
+
+GPU_TABLES = ("float32", "bfloat16", "float16")
+"""Dtypes of the tables that the kernels for GPUs take."""

@@ -4,7 +4,7 @@ One kernel body does the lookup and the sums of gradients by row:
 
     out[s] = sum over k of weight[k] * source[index[k]],   start[s] <= k < start[s] + count[s]
 
-    lookup      segments are bags, sources are rows, the index is the id
+    lookup      segments are bags, sources are rows, the index is the id; of rows that were looked up before, none
     gradients   segments are distinct rows, sources are gradients, the index is the occurrence, sorted by row
 
 A program takes a few segments at once, a tile of [segments, D] that its threads load in 16-byte pieces; it walks over
@@ -33,8 +33,6 @@ from scalejax import compat
 from scalejax.kernels.embedding_bag import blocks, steps
 from scalejax.kernels.embedding_bag.steps import Step
 from scalejax.kernels.types import Ref
-
-_TABLES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +129,61 @@ def embedding_bag(
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     segments = _Segments(table, _as_int32(ids, table.shape[0]), starts, ends - starts)
     return _sum(segments, weights=weights, pooling=pooling, interpret=interpret, name="embedding_bag")
+
+
+def pool_rows(rows: jax.Array, bags: jax.Array, num_bags: int, pooling: str, *, interpret: bool = False) -> jax.Array:
+    """The sums of `api.pool_rows`, in the order of `embedding_bag`.
+
+    Args:
+      rows: float32[N, D].
+      bags: int32[N], non-decreasing.
+      num_bags: B.
+      pooling: "sum" or "mean".
+      interpret: As in `gather_rows`.
+
+    Returns:
+      float32[B, D].
+
+    Raises:
+      ValueError: rows that are not float32.
+    """
+    _check_float32("pool_rows", "rows", rows)
+    if rows.shape[0] == 0 or num_bags == 0:
+        return jnp.zeros((num_bags, rows.shape[1]), jnp.float32)
+    bounds = _bounds(bags, num_bags)
+    segments = _Segments(rows, None, bounds[:-1], bounds[1:] - bounds[:-1])
+    return _sum(segments, pooling=pooling, interpret=interpret, name="embedding_pool_rows")
+
+
+def gather_and_pool_rows(
+    table: jax.Array, ids: jax.Array, bags: jax.Array, num_bags: int, *, interpret: bool = False
+) -> jax.Array:
+    """The sums of `api.gather_and_pool_rows`, in the order of `embedding_bag`.
+
+    Unused places of a batch may all be counted to one bag, which a single program would walk over: a bag ends with its
+    last id that is a row.
+
+    Args:
+      table: float32, bfloat16 or float16 [V, D].
+      ids: int32[N].
+      bags: int32[N], non-decreasing.
+      num_bags: B.
+      interpret: As in `gather_rows`.
+
+    Returns:
+      float32[B, D].
+
+    Raises:
+      ValueError: a table of another dtype.
+    """
+    _check_table("gather_and_pool_rows", table)
+    if ids.shape[0] == 0 or num_bags == 0:
+        return jnp.zeros((num_bags, table.shape[1]), jnp.float32)
+    starts = _bounds(bags, num_bags)[:-1]
+    places = jnp.where((ids >= 0) & (ids < table.shape[0]), lax.iota(jnp.int32, ids.shape[0]) + 1, 0)
+    ends = jnp.zeros(num_bags, jnp.int32).at[bags].max(places, mode="drop", indices_are_sorted=True)
+    segments = _Segments(table, _as_int32(ids, table.shape[0]), starts, jnp.maximum(ends - starts, 0))
+    return _sum(segments, interpret=interpret, name="embedding_gather_and_pool_rows")
 
 
 def sum_by_row(
@@ -261,8 +314,13 @@ def _as_int32(ids: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _by_slot(grads: jax.Array, order: jax.Array, slots: jax.Array, capacity: int) -> _Segments:
-    bounds = jnp.searchsorted(slots, jnp.arange(capacity + 1, dtype=slots.dtype)).astype(jnp.int32)
+    bounds = _bounds(slots, capacity)
     return _Segments(grads, order.astype(jnp.int32), bounds[:-1], bounds[1:] - bounds[:-1])
+
+
+def _bounds(segments: jax.Array, count: int) -> jax.Array:
+    """int32[count + 1], where each of `count` segments begins, and the last one ends, of their numbers in order."""
+    return jnp.searchsorted(segments, jnp.arange(count + 1, dtype=segments.dtype)).astype(jnp.int32)
 
 
 def _sum_cut(segments: _Segments, *, interpret: bool) -> jax.Array:
@@ -417,7 +475,7 @@ def _sizes() -> blocks.GpuBlocks:
 
 
 def _check_table(op: str, array: jax.Array, name: str = "table") -> None:
-    if array.dtype not in _TABLES:
+    if array.dtype.name not in blocks.GPU_TABLES:
         raise ValueError(
             f'{op}: implementation="pallas_gpu" wants {name} as float32, bfloat16 or float16; got {array.dtype}. '
             'Packed rows are for TPUs; name implementation="xla" for other dtypes.'

@@ -32,6 +32,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from scalejax import compat
 from scalejax.errors import UnsupportedError, check_one_of
+from scalejax.kernels import gpu_choices
 from scalejax.kernels.flash_attention import reference
 from scalejax.kernels.flash_attention.visibility import BackwardInputs, Visibility
 
@@ -267,7 +268,7 @@ def _choose(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, visibility: V
                 "recipe --set model.attention=none), which is the fastest that has the case."
             )
         return call
-    for name in _PREFERRED.get(compat.platform(), ()):
+    for name in _order()[:-1]:
         if not _load(name).lacks(q, k, v, visibility, d_lse=d_lse):
             return dataclasses.replace(call, implementation=name)
     return dataclasses.replace(call, implementation="xla")
@@ -275,8 +276,13 @@ def _choose(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, visibility: V
 
 _INTERPRETABLE = ("pallas_tpu", "pallas_gpu", "splash")
 
-_PREFERRED = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
-"""By platform, best first; then "xla", which has every case."""
+
+def _order() -> tuple[str, ...]:
+    """What None tries, best first; "xla", the last, has every case."""
+    platform = compat.platform()
+    if platform == "gpu":
+        return gpu_choices.order("flash_attention", "flash_attention")
+    return ("splash", "pallas_tpu", "xla") if platform == "tpu" else ("xla",)
 
 
 def _load(name: str) -> types.ModuleType:

@@ -22,9 +22,9 @@ order on every platform; on a CPU it takes as long.
     pallas_gpu   one pass, in Triton (`pallas_gpu`)
 
 All of them give the same bits. A name never falls back: what it lacks is an UnsupportedError that says so. None takes
-the Pallas kernels of the platform of the mesh in force, or else of jax's first device, where they have the case, and
-"xla" otherwise. Pallas kernels are not partitioned by the compiler: over several devices call them inside
-`jax.shard_map` with check_vma=False, or name "xla".
+the Pallas kernels of the platform of the mesh in force, or else of jax's first device, where they have the case and, on
+GPUs, are no slower (`gpu_choices`), and "xla" otherwise. Pallas kernels are not partitioned by the compiler: over
+several devices call them inside `jax.shard_map` with check_vma=False, or name "xla".
 
 Source: Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM Training",
 NeurIPS 2024.
@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError, check_one_of
+from scalejax.kernels import gpu_choices
 from scalejax.kernels.group_quantize import values, xla
 from scalejax.kernels.group_quantize.groups import IntGroups, QuantizedGroups
 from scalejax.kernels.group_quantize.values import TRANSFORM
@@ -102,7 +102,7 @@ def dequantize(
       UnsupportedError: the named implementation does not have the case.
     """
     one = QuantizedGroups(groups.codes[None], groups.scales[None])
-    return dequantize_sum(one, format, implementation=implementation, interpret=interpret)
+    return _sum("dequantize", one, format, "none", implementation, interpret)
 
 
 def dequantize_sum(
@@ -126,7 +126,17 @@ def dequantize_sum(
     Raises:
       UnsupportedError: the named implementation does not have the case.
     """
-    op = "dequantize_sum"
+    return _sum("dequantize_sum", groups, format, transform, implementation, interpret)
+
+
+def _sum(
+    op: str,
+    groups: QuantizedGroups,
+    format: IntGroups,
+    transform: Transform,
+    implementation: Implementation | None,
+    interpret: "Interpret",
+) -> jax.Array:
     check_one_of(f"{op}: transform", transform, ("hadamard", "none"))
     backend, how = _choose(op, implementation, interpret, groups.codes.size, format)
     total = backend.combine(
@@ -214,10 +224,6 @@ def hadamard(x: "Float32[Array, '*rows n']") -> "Float32[Array, '*rows n']":
     return xla.hadamard(x)
 
 
-_PREFERRED = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
-"""By platform; where it lacks the case, "xla", which has every one."""
-
-
 def _choose(
     op: str, implementation: str | None, interpret: "Interpret", size: int, *formats: IntGroups
 ) -> tuple[types.ModuleType, dict[str, Any]]:
@@ -229,7 +235,7 @@ def _choose(
     """
     if implementation is not None:
         check_one_of(f"{op}: implementation", implementation, ("xla", "pallas_tpu", "pallas_gpu"))
-    chosen = implementation or _PREFERRED.get(compat.platform(), "xla")
+    chosen = implementation or gpu_choices.first("group_quantize", op, elsewhere={"tpu": "pallas_tpu"})
     # Kernels have no empty grids; the result is empty by any way.
     if chosen == "xla" or not size:
         return xla, {}

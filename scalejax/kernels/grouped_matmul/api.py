@@ -28,6 +28,7 @@ import numpy as np
 
 from scalejax import compat
 from scalejax.errors import UnsupportedError, check_one_of
+from scalejax.kernels import gpu_choices
 from scalejax.kernels.grouped_matmul import library, reference
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ Implementation = Literal["reference", "blocks", "pallas_tpu", "pallas_gpu", "rag
 _OURS = ("blocks", "pallas_tpu", "pallas_gpu")
 _IMPLEMENTATIONS = ("reference", *_OURS, *library.PRODUCTS)
 
-_PREFERRED = {"cpu": "blocks", "tpu": "pallas_tpu", "gpu": "pallas_gpu"}
-"""By platform; "ragged_dot" where that lacks the dtype."""
+_ELSEWHERE = {"cpu": "blocks", "tpu": "pallas_tpu"}
+"""What None takes where there is no GPU; "ragged_dot" where that lacks the dtype."""
 
 
 def grouped_matmul(
@@ -223,7 +224,7 @@ def _choose(op: str, x: jax.Array, block: int, implementation: Implementation | 
     Raises:
       UnsupportedError: the one that was named lacks the dtype.
     """
-    name = implementation or _PREFERRED.get(compat.platform(), "ragged_dot")
+    name = implementation or gpu_choices.first("grouped_matmul", "grouped_matmul", elsewhere=_ELSEWHERE)
     lacks = _load(name).lacks(x.dtype) if name in _OURS else None
     if lacks and implementation:
         raise UnsupportedError(f'{op}: implementation="{name}" {lacks} Take implementation=None.')

@@ -10,8 +10,9 @@
 
 All of them give the same bits of codes, scales and values; products differ by the order of their float32 sums. A name
 never falls back: what it lacks is an UnsupportedError that says so. None takes the Pallas kernels of the platform of
-the mesh in force, or else of jax's first device, where they have the case, and "xla" otherwise. Pallas kernels are not
-partitioned by the compiler: over several devices call them inside `jax.shard_map` with check_vma=False, or name "xla".
+the mesh in force, or else of jax's first device, where they have the case and, on GPUs, are no slower (`gpu_choices`),
+and "xla" otherwise. Pallas kernels are not partitioned by the compiler: over several devices call them inside
+`jax.shard_map` with check_vma=False, or name "xla".
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 
 from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError
+from scalejax.kernels import gpu_choices
 from scalejax.kernels.mx import reference
 from scalejax.numerics import formats
 from scalejax.numerics.formats import BlockFormat
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from scalejax.kernels.interpretation import Interpret
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "native"]
+Operation = Literal["quantize_blocks", "dequantize_blocks", "matmul"]
 _OF_BLOCKS = ("reference", "xla", "pallas_tpu", "pallas_gpu")
 _OF_PRODUCTS = (*_OF_BLOCKS, "native")
 
@@ -81,7 +84,7 @@ def quantize_blocks(
     _check_name(op, implementation, _OF_BLOCKS)
     format = formats.find(format)
     call = check_arguments(x, format, axis, scale_rule, rounding, key, tail, tensor_scale)
-    chosen = _choose(op, implementation, "lacks_blocks", format, x.size)
+    chosen = _choose(op, implementation, format, x.size)
     return _load(chosen).quantize(x, key, tensor_scale, call, **_interpreted(chosen, interpret))
 
 
@@ -117,7 +120,7 @@ def dequantize_blocks(
         return jax.vmap(lambda one: dequantize_blocks(one, wanted, implementation=implementation, interpret=interpret))(
             packed
         )
-    chosen = _choose(op, implementation, "lacks_blocks", packed.format, packed.codes.size)
+    chosen = _choose(op, implementation, packed.format, packed.codes.size)
     return _load(chosen).dequantize(packed, wanted, **_interpreted(chosen, interpret))
 
 
@@ -175,7 +178,7 @@ def matmul(
         operands = jnp.dtype(jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32)
         factor, result = None, jnp.dtype(dtype or x.dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(operands)
-    chosen = _choose(op, implementation, "lacks_products", weights.format, rows.size * weights.codes.size)
+    chosen = _choose(op, implementation, weights.format, rows.size * weights.codes.size)
     weight_factor, weights = _without_tensor_scale(weights)
     sums = _products(_Call(chosen, interpret), rows, weights)
     for scale in (factor, weight_factor):
@@ -225,24 +228,31 @@ def _without_tensor_scale(packed: Packed) -> tuple[jax.Array | None, Packed]:
     return packed.tensor_scale, dataclasses.replace(packed, tensor_scale=jnp.float32(1))
 
 
-_PREFERRED = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
-"""By platform; where it lacks the case, "xla", which has every one."""
+def preferred(op: Operation, format: BlockFormat) -> str:
+    """The implementation that None takes for what is being compiled for."""
+    chosen = gpu_choices.first("mx", op, format.name, elsewhere={"tpu": "pallas_tpu"})
+    return "xla" if chosen == "xla" or _lacks(chosen, op, format) else chosen
 
 
-def _choose(op: str, implementation: str | None, what: str, format: BlockFormat, size: int) -> str:
+def _choose(op: Operation, implementation: str | None, format: BlockFormat, size: int) -> str:
     """The implementation that was named, or the one for the platform.
 
     Raises:
       UnsupportedError: the one that was named does not have the case.
     """
-    chosen = _PREFERRED.get(compat.platform(), "xla") if implementation is None else implementation
+    chosen = preferred(op, format) if implementation is None else implementation
     if chosen in ("reference", "xla"):
         return chosen
-    lacks = getattr(_load(chosen), what)(format)
-    if lacks and implementation is not None:
+    lacks = _lacks(chosen, op, format)
+    if lacks:
         raise _unsupported(op, chosen, lacks)
     # Kernels have no empty grids; the result is empty by any way.
-    return "xla" if lacks or not size else chosen
+    return chosen if size else "xla"
+
+
+def _lacks(implementation: str, op: Operation, format: BlockFormat) -> str | None:
+    backend = _load(implementation)
+    return backend.lacks_products(format) if op == "matmul" else backend.lacks_blocks(format)
 
 
 def _unsupported(op: str, name: str, lacks: str) -> UnsupportedError:

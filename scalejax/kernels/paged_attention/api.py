@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax import compat
 from scalejax.errors import UnsupportedError
+from scalejax.kernels import gpu_choices
 from scalejax.kernels.paged_attention import reference
 from scalejax.kernels.paged_attention.pages import PagedKeys, PageLayout
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 _IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_gpu")
-_PREFERRED = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 
 
 def paged_attention(
@@ -105,8 +104,8 @@ def paged_attention(
 def _choose(op: str, implementation: str | None, q: jax.Array, pages: jax.Array, layout: PageLayout) -> str:
     if implementation in ("reference", "xla"):
         return implementation
-    name = implementation or _PREFERRED.get(compat.platform())
-    if name is None:
+    name = implementation or gpu_choices.first("paged_attention", op, elsewhere={"tpu": "pallas_tpu"})
+    if name == "xla":
         return "xla"
     # Pallas takes longer to import than all the rest, and programs on a CPU never need it.
     lacks = importlib.import_module(f"scalejax.kernels.paged_attention.{name}").lacks(q, pages, layout)

@@ -36,6 +36,7 @@ import numpy as np
 
 from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError
+from scalejax.kernels import gpu_choices
 from scalejax.kernels.sampled_spmm import reference, xla
 from scalejax.kernels.sampled_spmm.balance import Balance
 from scalejax.kernels.sampled_spmm.csr import Csr
@@ -60,8 +61,8 @@ _PLATFORMS = {
 }
 """Where each implementation runs."""
 
-_FASTEST = {"cpu": ("native",), "gpu": ("cusparse", "xla"), "tpu": ("xla",)}
-"""What None tries, in this order. The Pallas kernels are named by those who want them: no chip has run them yet."""
+_ELSEWHERE = {"cpu": ("native",), "tpu": ("xla",)}
+"""What None tries where there is no GPU. The kernel for TPUs is named by those who want it: no TPU has run it yet."""
 
 _KERNELS = ("pallas_gpu", "pallas_tpu")
 """Those with a `sampled_sum`, and without float64."""
@@ -517,7 +518,7 @@ def _choose(
     offered: tuple[str, ...] = tuple(_PLATFORMS),
     interpret: "Interpret" = False,
 ) -> _Call:
-    """The implementation that was named, or else the first of `_FASTEST` that has the case."""
+    """The implementation that was named, or else the first for the platform that has the case."""
     platform = compat.platform()
     if interpret is not False and implementation not in _KERNELS:
         raise UserError(
@@ -527,7 +528,8 @@ def _choose(
     if implementation is None:
         dtype = jnp.int8 if isinstance(h, Int8Rows) else h.dtype
         lacks = {"cusparse"} if dtype not in (jnp.float32, jnp.float64) else set()
-        return _Call(next(name for name in _FASTEST[platform] if name in offered and name not in lacks))
+        names = gpu_choices.order("sampled_spmm", "sampled_spmm") if platform == "gpu" else _ELSEWHERE[platform]
+        return _Call(next(name for name in names if name in offered and name not in lacks))
     _check_name(op, "implementation", implementation, tuple(_PLATFORMS))
     if platform not in _PLATFORMS[implementation] and interpret is False:
         raise UnsupportedError(
