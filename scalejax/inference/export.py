@@ -21,11 +21,6 @@ Logits = Literal["last", "all"]
 LARGEST_DIFFERENCE, LARGEST_DIFFERENCE_IN_16_BITS = 1e-5, 0.02
 """Of a probability that is computed again, in float32 or not: programs sum in other orders, and round elsewhere."""
 
-# What a chip has kernels of its own for is not portable: whatever this is compiled for, it computes as on a CPU.
-_PORTABLE = jax.sharding.AbstractMesh(
-    (), (), abstract_device=jax.sharding.AbstractDevice(device_kind="cpu", num_cores=None, platform="cpu")
-)
-
 
 def write(
     engine: Engine,
@@ -70,8 +65,7 @@ def write(
 
     def score(arrays: dict[str, jax.Array], given: dict[str, jax.Array]) -> tuple[jax.Array]:
         params: dict[str, Any] = jax.tree.unflatten(structure, [arrays[name] for name in weights])
-        with jax.sharding.use_abstract_mesh(_PORTABLE):
-            return (engine.score(params, given["tokens"], given.get("lengths")),)
+        return (engine.score(params, given["tokens"], given.get("lengths")),)
 
     described = {
         "format": reload.LANGUAGE_FORMAT,

@@ -21,11 +21,10 @@ from scalejax.models.llm import loading
 from scalejax.models.llm.mapping import Entry, Index, ParamSource, TensorSource
 from scalejax.models.llm.packed import PackedTensor
 from scalejax.nn.layers import Arrays
-from scalejax.numerics import packing
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
-from scalejax.numerics.quantize import dequantize
 from scalejax.numerics.quantized.weights import StaticWeight
+from scalejax.parallel.compression import packed_blocks
 
 
 @functools.partial(
@@ -53,7 +52,7 @@ class PackedWeight:
 
     def decode(self) -> jax.Array:
         """The parameter of one layer."""
-        weight = dequantize(packing.unpack(self.packed), self.stored).astype(self.dtype)
+        weight = packed_blocks.dequantize(self.packed, self.stored).astype(self.dtype)
         return self.entry.from_tensor(weight, dict(self.sizes))
 
 

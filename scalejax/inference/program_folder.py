@@ -23,6 +23,11 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 PROGRAM = "model.stablehlo"
 SIGNATURE = "signature.json"
 
+# What a chip has kernels of its own for is not portable: whatever this is compiled for, it computes as on a CPU.
+_PORTABLE = jax.sharding.AbstractMesh(
+    (), (), abstract_device=jax.sharding.AbstractDevice(device_kind="cpu", num_cores=None, platform="cpu")
+)
+
 
 def write(
     folder: pathlib.Path,
@@ -57,7 +62,8 @@ def write(
 
     def score(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         given = arguments[: len(names)], arguments[len(names) :]
-        return function(dict(zip(names, given[0], strict=True)), dict(zip(inputs, given[1], strict=True)))
+        with jax.sharding.use_abstract_mesh(_PORTABLE):
+            return function(dict(zip(names, given[0], strict=True)), dict(zip(inputs, given[1], strict=True)))
 
     abstract = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights.values()]
     exported = jax.export.export(jax.jit(score), platforms=list(platforms))(*abstract, *inputs.values())

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from scalejax import compat
 from scalejax.nn.linear import wide
+from scalejax.numerics import quantize
 from scalejax.numerics.quantized import products
 from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.numerics.quantized.weights import FormattedWeight
@@ -62,7 +63,7 @@ def linear_cross_entropy(
     over, spec = _automatic_axes(x.shape[1])
     head = _Head()
     if isinstance(weight, FormattedWeight):
-        head, weight = _Head(rule=weight.rule, path=weight.path), weight.array
+        head, weight = _Head(rule=weight.rule, path=weight.path, quantizer=weight.quantizer), weight.array
     return _sum(_Cut(positions=positions, over=over, spec=spec, head=head), x, weight, targets, weights)
 
 
@@ -78,10 +79,12 @@ class _Head:
     Attributes:
       rule: The formats; None = none.
       path: Of the head, for messages.
+      quantizer: What makes the codes of blocks.
     """
 
     rule: QuantizationRule | None = None
     path: str = "head"
+    quantizer: products.Quantizer = quantize.quantize
 
     def forward(self, weight: jax.Array, dtype: DTypeLike) -> _Matrix:
         """The matrix as `logits` takes it, the same for all slices."""
@@ -126,7 +129,7 @@ class _Head:
 
     def _operand(self, x: jax.Array, format: str | None, *axes: int) -> products.Operand:
         assert self.rule is not None
-        return products.operand(x, format, self.rule, axes=axes, where=self.path)
+        return products.operand(x, format, self.rule, axes=axes, where=self.path, quantizer=self.quantizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

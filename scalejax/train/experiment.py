@@ -15,6 +15,7 @@ from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel import xla_flags
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
+from scalejax.parallel.embedding.lookup_kernels import Implementation
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan
 from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp, Strategy
@@ -69,6 +70,8 @@ class Tables:
         the gradient is taken at rows that are one update old, another algorithm (except right after a checkpoint,
         where the pipeline is drained).
       dtype: Rows at rest; None = what the model's tables say.
+      implementation: What looks rows up, see `parallel.embedding.lookup_kernels`: "xla", or a kernel for GPUs or TPUs.
+        None = the kernel on GPUs, XLA elsewhere. Rows are updated by XLA.
       full_every: Steps between full checkpoints, a multiple of `checkpoints.every`; those in between hold of the tables
         only the rows that were updated since the checkpoint before, and need it to be restored (it is kept as long as
         they are). None = all are full.
@@ -84,6 +87,7 @@ class Tables:
     dedup: tuple[DedupGroup, ...] = ()
     pipeline: Literal["none", "ids", "stale"] = "none"
     dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    implementation: Implementation | None = None
     full_every: int | None = None
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from scalejax import compat
 from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import AnyBatch, expand_batch
 from scalejax.data.examples.jagged import KeyedJagged
@@ -196,10 +197,12 @@ def _pooled(table: AnyTable, inputs: Inputs, feature: str, pooling: Pooling) -> 
         lengths = inputs.lengths[feature]
         if isinstance(table, PackedRows | LaneRows):
             return block_quant.quantized_bag(table, ids, lengths, pooling=pooling)
-        return bags.embedding_bag(table, ids, lengths, pooling=pooling, implementation="xla")
+        return bags.embedding_bag(table, ids, lengths, pooling=pooling)
     examples, count = ids.shape
     if isinstance(table, LaneRows):  # whose kernel has bags, and no rows alone
         return block_quant.quantized_bag(table, ids.reshape(-1), jnp.full(examples, count), pooling=pooling)
+    if count > 1 and not isinstance(table, PackedRows) and compat.platform() == "gpu":  # where a kernel adds rows up
+        return bags.embedding_bag(table, ids.reshape(-1), jnp.full(examples, count), pooling=pooling)
     found = [_rows(table, ids[:, i]) for i in range(count)]
     total = sum(found[1:], found[0])
     return total / count if pooling == "mean" and count > 1 else total
@@ -208,7 +211,7 @@ def _pooled(table: AnyTable, inputs: Inputs, feature: str, pooling: Pooling) -> 
 def _rows(table: Table, ids: jax.Array) -> jax.Array:
     if isinstance(table, PackedRows):
         return block_quant.gather_quantized_rows(table, ids)
-    return bags.gather_rows(table, ids, implementation="xla").astype(jnp.float32)
+    return bags.gather_rows(table, ids).astype(jnp.float32)
 
 
 def logits(model: ServedModel, tables: Mapping[str, AnyTable], module: nnx.Module, inputs: Inputs) -> jax.Array:

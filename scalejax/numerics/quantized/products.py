@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,31 @@ from jax.ad_checkpoint import checkpoint_name
 from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError, check_one_of
 from scalejax.numerics import float8, formats, quantize
+from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.quantized.rules import QuantizationRule
+from scalejax.numerics.scales import ScaleRule
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 Side = Literal["lhs", "rhs"]
 
 WEIGHTS, ACTIVATIONS = "quantized_weights", "quantized_activations"
 """Names of what forward products took, for rematerialisation policies (`jax.checkpoint_policies`)."""
+
+
+class Encoded(Protocol):
+    """Codes and scales as an implementation of its own keeps them; a pytree."""
+
+    def decode(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """`quantize.dequantize`, to the bit."""
+        ...
+
+
+class Quantizer(Protocol):
+    """Makes codes and scales; its arguments are those of `quantize.quantize`, and so are its bits."""
+
+    def __call__(
+        self, x: jax.Array, format: BlockFormat, /, *, axis: int, scale_rule: ScaleRule | None, tail: quantize.Tail
+    ) -> quantize.Quantized | Encoded: ...
 
 
 @functools.partial(
@@ -53,7 +71,7 @@ class Operand:
       axes: Those that were laid behind one another, to be the last, before it was quantized; None = none.
     """
 
-    held: jax.Array | quantize.Quantized
+    held: jax.Array | quantize.Quantized | Encoded
     scale: jax.Array | None = None
     dtype: jnp.dtype
     shape: tuple[int, ...]
@@ -66,12 +84,14 @@ class Operand:
 
     def value(self) -> jax.Array:
         """The values that it stands for, in the dtype of the array."""
+        if isinstance(self.held, jax.Array | np.ndarray):
+            held = jnp.asarray(self.held)
+            return held if self.scale is None else (held.astype(jnp.float32) * self.scale).astype(self.dtype)
         if isinstance(self.held, quantize.Quantized):
             value = quantize.dequantize(self.held, self.dtype)
-            return value if self.axes is None else _unflatten(value, self.shape, self.axes)
-        if self.scale is None:
-            return self.held
-        return (self.held.astype(jnp.float32) * self.scale).astype(self.dtype)
+        else:
+            value = self.held.decode(self.dtype)
+        return value if self.axes is None else _unflatten(value, self.shape, self.axes)
 
     def decoded(self) -> "Operand":
         """The same for a product that is taken again and again: codes and scales as the array they stand for."""
@@ -86,6 +106,7 @@ def operand(
     axes: Sequence[int],
     where: str = "",
     dtype: jax.typing.DTypeLike | None = None,
+    quantizer: Quantizer = quantize.quantize,
 ) -> Operand:
     """Quantizes an array for a product that sums over `axes`.
 
@@ -96,6 +117,7 @@ def operand(
       axes: Not negative, in the order in which the other operand has them: blocks lie along all of them as one.
       where: Path of the module, for messages.
       dtype: In which the product takes it; None = that of x.
+      quantizer: What makes the codes of blocks.
 
     Raises:
       UserError: the axes are no multiple of the block and rule.tail is "refuse", or x has another dtype.
@@ -124,7 +146,7 @@ def operand(
             "without formats for it before."
         )
     scale_rule = rule.scale_rule if kind.scale == "exponent" else None
-    held = quantize.quantize(x, kind, axis=axis, scale_rule=scale_rule, tail=rule.tail)
+    held = quantizer(x, kind, axis=axis, scale_rule=scale_rule, tail=rule.tail)
     return plain(held=held, axes=flat)
 
 
@@ -174,6 +196,7 @@ def mx_dot_general(
     weight: Side = "rhs",
     where: str = "",
     out_sharding: object = None,
+    quantizer: Quantizer = quantize.quantize,
 ) -> jax.Array:
     """`lax.dot_general` in number formats; its gradient is in those of the rule, see above.
 
@@ -189,6 +212,7 @@ def mx_dot_general(
       weight: Which operand has the format of weights; the other has that of activations.
       where: Path of the module, for messages.
       out_sharding: None; modules of Flax pass it.
+      quantizer: What makes the codes of blocks.
 
     Returns:
       What `lax.dot_general` returns for operands that were cast to their formats.
@@ -213,11 +237,14 @@ def mx_dot_general(
         rule=rule,
         weight=weight,
         where=where,
+        quantizer=quantizer,
     )
     return _dot(call, lhs, rhs)
 
 
-def read_rows(rows: jax.Array, rule: QuantizationRule, *, where: str = "") -> jax.Array:
+def read_rows(
+    rows: jax.Array, rule: QuantizationRule, *, where: str = "", quantizer: Quantizer = quantize.quantize
+) -> jax.Array:
     """Rows of an embedding table as the format of weights has them, one by one; their gradient passes straight through.
 
     Args:
@@ -225,11 +252,13 @@ def read_rows(rows: jax.Array, rule: QuantizationRule, *, where: str = "") -> ja
         that NVFP4 has for a tensor: which rows are read together, and where, changes none of them.
       rule: What is said of the table.
       where: Path of the table, for messages.
+      quantizer: What makes the codes of blocks.
     """
     rule = dataclasses.replace(rule, scales="rows") if rule.scales == "tensor" else rule
 
     def read(rows: jax.Array) -> jax.Array:
-        return operand(rows, rule.weight_qtype, rule, axes=(rows.ndim - 1,), where=where).value()
+        axes = (rows.ndim - 1,)
+        return operand(rows, rule.weight_qtype, rule, axes=axes, where=where, quantizer=quantizer).value()
 
     @jax.custom_jvp
     def through(rows: jax.Array) -> jax.Array:
@@ -255,6 +284,7 @@ class _Call:
     rule: QuantizationRule
     weight: Side
     where: str
+    quantizer: Quantizer
 
     def quantized(
         self, x: jax.Array, side: Side | None, axes: Sequence[int], dtype: jnp.dtype | None = None
@@ -262,7 +292,7 @@ class _Call:
         """An operand by its side; None = a gradient."""
         rule = self.rule
         format = rule.bwd_qtype if side is None else rule.weight_qtype if side == self.weight else rule.act_qtype
-        return operand(x, format, rule, axes=axes, where=self.where, dtype=dtype)
+        return operand(x, format, rule, axes=axes, where=self.where, dtype=dtype, quantizer=self.quantizer)
 
     def name(self, x: Operand, side: Side) -> Operand:
         """Named for policies, if it was quantized at all."""

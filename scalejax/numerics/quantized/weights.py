@@ -15,6 +15,7 @@ from typing import Self, overload
 import jax
 import jax.numpy as jnp
 
+from scalejax.numerics import quantize
 from scalejax.numerics.quantized import products, static
 from scalejax.numerics.quantized.rules import QuantizationRule, module_of
 
@@ -50,16 +51,18 @@ class _Weight:
         return dataclasses.replace(self, array=self.array.reshape(*shape))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("rule", "path"))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("rule", "path", "quantizer"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormattedWeight(_Weight):
     """A matrix, or a table of embeddings, with the rule for it; its array is not quantized.
 
     Attributes:
       rule: Its formats.
+      quantizer: What makes the codes of blocks, for it and for what it is multiplied with.
     """
 
     rule: QuantizationRule
+    quantizer: products.Quantizer = quantize.quantize
 
     @property
     def T(self) -> "FormattedWeight":
@@ -80,13 +83,15 @@ class FormattedWeight(_Weight):
                 f"FormattedWeight: {self.path} can be read whole ([...]) or by rows (an array of ids); got {index!r}. "
                 "Put a rule without formats for it before."
             )
-        return products.read_rows(self.array[index], self.rule, where=self.path)
+        return products.read_rows(self.array[index], self.rule, where=self.path, quantizer=self.quantizer)
 
     def __matmul__(self, x: jax.Array) -> jax.Array:
         """W x for matrices."""
         self._check_matrices(self, x)
         dimensions = (((self.ndim - 1,), (0,)), ((), ()))
-        return products.mx_dot_general(self.array, x, dimensions, rule=self.rule, weight="lhs", where=self.path)
+        return products.mx_dot_general(
+            self.array, x, dimensions, rule=self.rule, weight="lhs", where=self.path, quantizer=self.quantizer
+        )
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
         """x W for a matrix W."""
@@ -142,8 +147,9 @@ def dot(
     dimensions = ((tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))), ((), ()))
     if isinstance(weight, FormattedWeight):
         return products.mx_dot_general(
-            x, weight.array, dimensions, preferred_element_type=dtype, rule=weight.rule, where=weight.path
-        )
+            x, weight.array, dimensions, preferred_element_type=dtype, rule=weight.rule, where=weight.path,
+            quantizer=weight.quantizer,
+        )  # fmt: skip
     if isinstance(weight, StaticWeight):
         return _static_dot(x, weight, contract, dtype)
     return jax.lax.dot_general(x, weight, dimensions, preferred_element_type=dtype)
@@ -165,22 +171,27 @@ def _static_dot(x: jax.Array, weight: StaticWeight, contract: int, dtype: jax.ty
 
 
 def formatted(
-    params: Mapping[str, jax.Array], rules: Mapping[str, QuantizationRule]
+    params: Mapping[str, jax.Array],
+    rules: Mapping[str, QuantizationRule],
+    quantizer: products.Quantizer = quantize.quantize,
 ) -> dict[str, jax.Array | FormattedWeight]:
     """Parameters by path, those of the modules that rules name as `FormattedWeight`.
 
     Args:
       params: {path: array}.
       rules: {path of a module: its rule}, see `rules.assign`. A rule without formats leaves its module as it is.
+      quantizer: What makes the codes of blocks.
     """
-    return {path: _formatted(array, module_of(path), rules) for path, array in params.items()}
+    return {path: _formatted(array, module_of(path), rules, quantizer) for path, array in params.items()}
 
 
-def _formatted(array: jax.Array, module: str, rules: Mapping[str, QuantizationRule]) -> jax.Array | FormattedWeight:
+def _formatted(
+    array: jax.Array, module: str, rules: Mapping[str, QuantizationRule], quantizer: products.Quantizer
+) -> jax.Array | FormattedWeight:
     rule = rules.get(module)
     if rule is None or (rule.weight_qtype, rule.act_qtype, rule.bwd_qtype) == (None, None, None):
         return array
-    return FormattedWeight(array=array, rule=rule, path=module)
+    return FormattedWeight(array=array, rule=rule, path=module, quantizer=quantizer)
 
 
 def weights_of(logical_axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import jax
 
 from scalejax.numerics.quantized import products, weights
 from scalejax.numerics.quantized.rules import QuantizationRule
+from scalejax.parallel.compression import packed_blocks
 from scalejax.parallel.gradients.blocks import Arrays, Gather, ParamGather, RematPolicy, ShardWithState
 
 
@@ -24,7 +25,7 @@ class QuantizedGather:
     rules: Mapping[str, QuantizationRule]
 
     def __call__(self, params: Mapping[str, jax.Array | ShardWithState]) -> dict[str, Any]:
-        return weights.formatted(self.gather(params), self.rules)
+        return weights.formatted(self.gather(params), self.rules, packed_blocks.quantize)
 
     def remat(self, policy: RematPolicy | None) -> RematPolicy | None:
         """A rematerialisation policy like `policy` that also keeps what forward products took: quantized once.

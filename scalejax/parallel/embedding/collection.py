@@ -34,7 +34,7 @@ from scalejax.data.examples.dedup import DedupKeyedJagged
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError, check_one_of
-from scalejax.parallel.embedding import lookup, mapped, packing
+from scalejax.parallel.embedding import lookup, lookup_kernels, mapped, packing
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange import ragged
 from scalejax.parallel.embedding.exchange.through_maps import Assignment
@@ -42,6 +42,7 @@ from scalejax.parallel.embedding.half_way import HalfWay
 from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import DedupGroup, DeviceJagged, FeatureLayout, to_device
 from scalejax.parallel.embedding.lookup import Routing
+from scalejax.parallel.embedding.lookup_kernels import Implementation
 from scalejax.parallel.embedding.plan import memory
 from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan
 from scalejax.parallel.embedding.plan.stacks import Stack
@@ -65,6 +66,7 @@ class EmbeddingCollection:
       accumulate: How the gradients of a row add up. "ordered": one by one in the order of examples, features,
         positions, the same to the bit for the same batch on any mesh. "exact": in fixed point, the same to the bit
         also if the batch is permuted or cut in another way (float32 tables).
+      implementation: What looks rows up, see `lookup_kernels`; None = the kernel on GPUs, XLA elsewhere.
     """
 
     tables: tuple[TableConfig, ...]
@@ -72,6 +74,7 @@ class EmbeddingCollection:
     plan: ShardingPlan | None = None
     exchange: Exchange = dataclasses.field(default_factory=Exchange)
     accumulate: Accumulate = "ordered"
+    implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
         names = [table.name for table in self.tables]
@@ -100,7 +103,8 @@ class EmbeddingCollection:
             )
         if self.exchange.all_to_all == "ragged":
             ragged.check_platform(self.mesh)
-        _ = self.stacks  # which refuse a plan that cannot be built
+        # The stacks themselves refuse a plan that cannot be built.
+        lookup_kernels.check(self.implementation, self.stacks, self.mesh)
 
     @functools.cached_property
     def sharded(self) -> ShardedTables:
@@ -111,6 +115,7 @@ class EmbeddingCollection:
             plan=self.plan or ShardingPlan(),
             exchange=self.exchange,
             accumulate=self.accumulate,
+            implementation=self.implementation,
         )
 
     @functools.cached_property

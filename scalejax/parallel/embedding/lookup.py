@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
 from scalejax.numerics.rounding import runtime_zero
+from scalejax.parallel.embedding import lookup_kernels
 from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.exchange import routed, to_towers
 from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine, complete, together
@@ -244,8 +245,16 @@ def _local_stacks(sharded: ShardedTables, features: DeviceJagged) -> list[LocalS
     # Lengths are what `runtime_zero` wants: an input of every program here, and never negative.
     zero = runtime_zero(shard.lengths[0])
     return [
-        LocalStack(s, lookups(s, features.layout), shard, sharded.axes_of(s), sharded.exchange, zero)
-        for s in sharded.stacks
+        LocalStack(
+            stack=stack,
+            lookups=lookups(stack, features.layout),
+            shard=shard,
+            axes=sharded.axes_of(stack),
+            exchange=sharded.exchange,
+            zero=zero,
+            implementation=lookup_kernels.choose(sharded.implementation, stack, sharded.mesh),
+        )
+        for stack in sharded.stacks
     ]
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.ids import id_map
+from scalejax.parallel.embedding.lookup_kernels import Implementation
 from scalejax.parallel.embedding.plan.placement import place
 from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan
 from scalejax.parallel.embedding.plan.stacks import Stack, stack_tables
@@ -58,6 +59,7 @@ class ShardedTables:
     plan: ShardingPlan
     exchange: Exchange
     accumulate: Accumulate
+    implementation: Implementation | None
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None
             plan=plan,
             exchange=experiment.tables.exchange,
             accumulate=experiment.tables.accumulate,
+            implementation=experiment.tables.implementation,
         )
         if towers is not None:
             to_towers.check(collection.stacks, towers)

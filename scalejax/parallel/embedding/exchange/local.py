@@ -18,6 +18,7 @@ from scalejax.parallel.embedding.exchange import coroutines, wire
 from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.embedding.ids.occurrences import Channel, Lookup, slots_of_member, summation_order
+from scalejax.parallel.embedding.lookup_kernels import Implementation
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
 from scalejax.parallel.embedding.sharded_tables import StackAxes
@@ -26,7 +27,7 @@ SLACK = 8
 """Slots per destination on top of the factor: small batches scatter more around their mean."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalStack:
     """One stack on one device, and the lookups of a batch in it: what every function of a shard_map works on.
 
@@ -37,6 +38,7 @@ class LocalStack:
       axes: Where the stack is striped and copied.
       exchange: What vectors travel as.
       zero: From `numerics.rounding.runtime_zero`.
+      implementation: What looks rows up.
     """
 
     stack: Stack
@@ -45,6 +47,12 @@ class LocalStack:
     axes: StackAxes
     exchange: Exchange
     zero: jax.Array
+    implementation: Implementation
+
+    @property
+    def pooled_by(self) -> Literal["xla", "pallas_gpu"]:
+        """What adds up the rows of bags, in the same order wherever they lie."""
+        return "pallas_gpu" if self.implementation == "pallas_gpu" else "xla"
 
     @property
     def by_rows(self) -> tuple[Lookup, ...]:

@@ -36,6 +36,7 @@ from jax import lax
 from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.quantized import products
 from scalejax.numerics.rounding import rounded
+from scalejax.parallel.compression import packed_blocks
 from scalejax.parallel.embedding.exchange import ragged, through_hosts, wire
 from scalejax.parallel.embedding.exchange.coroutines import ExchangeCoroutine, together
 from scalejax.parallel.embedding.exchange.local import (
@@ -155,15 +156,14 @@ def fetch(
     stack, (arrivals, last) = here.stack, way.ends
     if stack.devices == 1:
         # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
-        rows = [read(table, way.arrived[look.part], stack).astype(stack.wide_dtype) for look in here.lookups]
-        return [pool(here.shard, look, own, here.zero) for look, own in zip(here.lookups, rows, strict=True)]
+        return [_pooled(here, table, way.arrived[look.part], look) for look in here.lookups]
     coroutines: list[ExchangeCoroutine[dict[Lookup, jax.Array]]] = []
     if here.by_rows:
-        coroutines.append(_fetch_rows(here, read(table, way.arrived[:arrivals], stack), way))
+        coroutines.append(_fetch_rows(here, read(here, table, way.arrived[:arrivals]), way))
     if here.by_bags:
         coroutines.append(_fetch_bags(here, pool_bags(here, table, way)))
     if way.through is not None:
-        coroutines.append(through_hosts.fetch(here, read(table, way.arrived[last:], stack), way.through))
+        coroutines.append(through_hosts.fetch(here, read(here, table, way.arrived[last:]), way.through))
     results = _merged((yield from together(coroutines)))
     return [results[look] for look in here.lookups]
 
@@ -174,10 +174,13 @@ def pool_bags(
     """Sums of the bags of "bags" here, at the owner, for every device."""
     assert way.bags is not None
     stack, (arrivals, last) = here.stack, way.ends
-    rows = read(table, way.arrived[arrivals:last], stack).astype(stack.wide_dtype)
+    ids, count = way.arrived[arrivals:last], stack.devices * most_bags(here.by_bags)
+    if here.pooled_by == "pallas_gpu" and way.weights is None and stack.reads is None:
+        return in_blocks(here, ops.gather_and_pool_rows(table, ids, way.bags, count, implementation=here.pooled_by))
+    rows = read(here, table, ids).astype(stack.wide_dtype)
     if way.weights is not None:
         rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], here.zero)
-    return in_blocks(here, ops.pool_rows(rows, way.bags, stack.devices * most_bags(here.by_bags)))
+    return in_blocks(here, ops.pool_rows(rows, way.bags, count, implementation=here.pooled_by))
 
 
 def unpool_bags(here: LocalStack, bags: "Float[Array, 'devices bags dim']", way: Route) -> "Float[Array, 'slots dim']":
@@ -189,12 +192,25 @@ def unpool_bags(here: LocalStack, bags: "Float[Array, 'devices bags dim']", way:
     return slots
 
 
-def read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
+def read(here: LocalStack, table: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows, in the number format that the stack is read in."""
-    rows = ops.gather_rows(table, ids)
+    rows, stack = ops.gather_rows(table, ids, implementation=here.implementation), here.stack
     if stack.reads is None:
         return rows
-    return products.read_rows(rows, stack.reads, where=f"tables/{stack.members[0].config.name}")
+    where = f"tables/{stack.members[0].config.name}"
+    return products.read_rows(rows, stack.reads, where=where, quantizer=packed_blocks.quantize)
+
+
+def _pooled(here: LocalStack, table: jax.Array, ids: jax.Array, look: Lookup) -> jax.Array:
+    """`pool` of the rows of a feature; by one kernel, which adds in the same order, where there is one."""
+    stack, shard, length = here.stack, here.shard, look.feature.length
+    plain = stack.reads is None and shard.weights_of(look.feature) is None and look.member.config.pooling != "none"
+    if here.pooled_by == "pallas_gpu" and plain and length != 1:
+        lengths = shard.counts(look.feature) if length is None else jnp.full(look.feature.bags, length, jnp.int32)
+        sums = ops.embedding_bag(table, ids, lengths, implementation=here.pooled_by)
+        return average(shard, look, sums, here.zero)
+    rows = read(here, table, ids).astype(stack.wide_dtype)
+    return pool(shard, look, rows, here.zero, here.pooled_by)
 
 
 def return_grads(
@@ -255,7 +271,7 @@ def _fetch_rows(here: LocalStack, rows: jax.Array, way: Route) -> ExchangeCorout
     rows, results = (yield from _carry_rows(here, rows, way, "to senders")), {}
     for look in here.by_rows:
         own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
-        results[look] = pool(here.shard, look, own.astype(here.stack.wide_dtype), here.zero)
+        results[look] = pool(here.shard, look, own.astype(here.stack.wide_dtype), here.zero, here.pooled_by)
     return results
 
 

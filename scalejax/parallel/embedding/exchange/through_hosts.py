@@ -137,12 +137,15 @@ def fetch(here: LocalStack, rows: jax.Array, way: HostRoute) -> ExchangeCoroutin
 def pool(here: LocalStack, rows: jax.Array, way: HostRoute) -> ExchangeCoroutine[jax.Array]:
     """float[L * K, dim] of what arrived -> float[T, V, dim] between the hops: sums of bags of the peer on each host."""
     stack, hosts = here.stack, here.stack.hosts
-    blocks = rows.reshape(stack.in_host, -1, stack.dim)
-    came = yield from carry_hop(here, blocks, "within hosts", "to senders")
-    own = came.reshape(-1, stack.dim).at[way.slots].get(mode="fill", fill_value=0).astype(stack.wide_dtype)  # T*S dim
+    blocks, count = rows.reshape(stack.in_host, -1, stack.dim), hosts * most_bags(here.by_host)
+    came = (yield from carry_hop(here, blocks, "within hosts", "to senders")).reshape(-1, stack.dim)
+    if here.pooled_by == "pallas_gpu" and way.weights is None:
+        sums = ops.gather_and_pool_rows(came, way.slots, way.bags, count, implementation=here.pooled_by)
+        return sums.reshape(hosts, -1, stack.dim)
+    own = came.at[way.slots].get(mode="fill", fill_value=0).astype(stack.wide_dtype)  # T*S dim
     if way.weights is not None:
         own = rounded(own * way.weights.astype(own.dtype)[:, None], here.zero)
-    return ops.pool_rows(own, way.bags, hosts * most_bags(here.by_host)).reshape(hosts, -1, stack.dim)
+    return ops.pool_rows(own, way.bags, count, implementation=here.pooled_by).reshape(hosts, -1, stack.dim)
 
 
 def return_grads(here: LocalStack, of: dict[Lookup, jax.Array], way: HostRoute) -> ExchangeCoroutine[jax.Array]:

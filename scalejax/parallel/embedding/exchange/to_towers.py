@@ -100,7 +100,7 @@ def fetch(
             bags = routed.pool_bags(here, table, way)
             coroutines[name, "bags"] = carry_hop(here, bags, "within hosts", "to senders")
         if way.through is not None:
-            rows = routed.read(table, way.arrived[last:], here.stack)
+            rows = routed.read(here, table, way.arrived[last:])
             coroutines[name, "host"] = through_hosts.pool(here, rows, way.through)
     came = yield from together([*coroutines.values()])
     found = [here for here, _, _ in stacks]

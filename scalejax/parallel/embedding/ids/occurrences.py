@@ -182,12 +182,16 @@ def _by_example(shard: DeviceJagged, part: list[Lookup]) -> jax.Array:
 
 
 def pool(
-    shard: DeviceJagged, look: Lookup, rows: "Float[Array, 'slots dim']", zero: jax.Array
+    shard: DeviceJagged,
+    look: Lookup,
+    rows: "Float[Array, 'slots dim']",
+    zero: jax.Array,
+    by: Literal["xla", "pallas_gpu"],
 ) -> "Float[Array, 'bags *positions dim']":
     """Rows of a feature's slots -> what the model sees of it: [b, dim], or [b, positions, dim] for pooling "none".
 
     The rows of a bag are added in order of position, each weighted row rounded by itself (`zero` is from
-    `rounding.runtime_zero`): the sum is the same to the bit wherever it is formed.
+    `rounding.runtime_zero`): the sum is the same to the bit wherever it is formed `by` the same.
     """
     weights = shard.weights_of(look.feature)
     if weights is not None:
@@ -196,10 +200,11 @@ def pool(
     if length is None and pooling == "none":
         return _by_position(shard, look, rows)
     if length is None:
-        return average(shard, look, ops.pool_rows(rows, shard.bags(look.feature), look.feature.bags), zero)
+        sums = ops.pool_rows(rows, shard.bags(look.feature), look.feature.bags, implementation=by)
+        return average(shard, look, sums, zero)
     if pooling == "none":
         return rows.reshape(look.feature.bags, length, rows.shape[-1])
-    return average(shard, look, _sum_positions(rows, look.feature.bags, length), zero)
+    return average(shard, look, _sum_positions(rows, look.feature.bags, length, by), zero)
 
 
 def _by_position(shard: DeviceJagged, look: Lookup, rows: jax.Array) -> jax.Array:
@@ -225,12 +230,12 @@ def shares(shard: DeviceJagged, look: Lookup, dtype: jnp.dtype, zero: jax.Array)
     return rounded(1 / jnp.maximum(counts, 1).astype(dtype), zero)
 
 
-def _sum_positions(rows: jax.Array, bags: int, length: int) -> jax.Array:
+def _sum_positions(rows: jax.Array, bags: int, length: int, by: Literal["xla", "pallas_gpu"]) -> jax.Array:
     """Sums of consecutive rows, in the order that `ops.pool_rows` adds in on the platform at hand."""
     if length == 1:
         return rows
-    if length > _UNROLLED:
-        return ops.pool_rows(rows, jnp.repeat(jnp.arange(bags, dtype=jnp.int32), length), bags)
+    if length > _UNROLLED or by == "pallas_gpu":
+        return ops.pool_rows(rows, jnp.repeat(jnp.arange(bags, dtype=jnp.int32), length), bags, implementation=by)
 
     def fold(x: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, [x[:, i] for i in range(length)])
