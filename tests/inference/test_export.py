@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 from llama_cases import GQA, MIXTRAL, model, tokens, write_checkpoint
 
+from scalejax import compat
 from scalejax.cli.commands import export as command
 from scalejax.errors import UserError
-from scalejax.inference import export, generate, reload
+from scalejax.inference import export, generate, program_folder, reload
 from scalejax.models.llm import families, model_folder
 from scalejax.models.llm.experts import AuxiliaryRouter, ExpertChoice
 from scalejax.models.llm.moma import ModalityExperts
@@ -173,3 +174,19 @@ def test_what_a_loaded_model_refuses(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             loaded(given)
+
+
+def test_a_program_has_no_kernels_of_the_chip_that_it_is_written_on(tmp_path):
+    hopper = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
+    platforms = []
+
+    def function(weights, inputs):
+        platforms.append(compat.platform())
+        return (weights["w"] * inputs["x"],)
+
+    x = jax.ShapeDtypeStruct((2,), jnp.float32)
+    described = {"format": "of a test", "model": "none"}
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=hopper)):
+        assert compat.platform() == "gpu"
+        program_folder.write(tmp_path / "out", function, {"w": jnp.ones(2)}, {"x": x}, ("y",), described=described)
+    assert set(platforms) == {"cpu"}
