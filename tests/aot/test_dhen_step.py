@@ -11,7 +11,11 @@ from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.runs import binding
 
-pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 SLICES = "v5p:2x2x2,slices=2"
 

@@ -12,7 +12,10 @@ from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.plan import explain_sharding, topology
 from scalejax.plan.compiled.collectives import total
 
-pytestmark = pytest.mark.aot
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 TABLES, DIM, EXAMPLES = 4, 64, 1024
 """Examples of one device."""
