@@ -55,8 +55,8 @@ def test_functions_and_files_that_were_never_measured_count_as_the_mean_of_the_o
     }
     found = tiers.units(sources, durations)
     assert found[:2] == [Unit("a.py", 0, 1, 3.0), Unit("b.py", 0, 1, 0.0)]
-    assert found[2:6] == [Unit("long.py", part, 4, 125.0) for part in range(4)]
-    assert found[6:] == [Unit("new.py", part, 2, (3.0 + 0.0 + 500.0) / 6) for part in range(2)]
+    assert found[2:5] == [Unit("long.py", part, 3, 500.0 / 3) for part in range(3)]
+    assert found[5:] == [Unit("new.py", 0, 1, (3.0 + 0.0 + 500.0) / 3)]
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_a_frame_of_another_process_is_asked_for():
         TableData(path=data.path[:-1] + "?", label="late").build()
 
 
+@pytest.mark.slow
 def test_a_run_on_another_table_is_no_beginning_as_its_ids_are_counted_anew(tmp_path, invoke):
     random = np.random.RandomState(0)
     for name, cities in (("day1", ["Athens", "Berlin"]), ("day2", ["Berlin", "Essen"])):
