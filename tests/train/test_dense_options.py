@@ -242,6 +242,7 @@ def test_options_of_tables_are_refused_without_tables(texts, field):
         "schedule": optim.Constant(value=0.5),
         "sharding": ShardingPlan(replicas="copy"),
         "exchange": Exchange(overflow="count"),
+        "implementation": "xla",
         "accumulate": "exact",
         "id_maps": (MappedFeatures(features=("item",), id_map=IdMapConfig(rows=1217)),),
         "tiers": (Tier(features=("item",), slots=100),),
