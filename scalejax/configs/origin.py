@@ -24,7 +24,7 @@ _NESTED = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resolved:
+class BegunExperiment:
     """An experiment that begins as its `init` says.
 
     Attributes:
@@ -45,7 +45,7 @@ class Resolved:
         return {} if self.from_init is None else {FROM_INIT: list(self.from_init)}
 
 
-def resolve(recipe: str, sets: Sequence[str] = (), run: pathlib.Path | None = None) -> Resolved:
+def resolve(recipe: str, sets: Sequence[str] = (), run: pathlib.Path | None = None) -> BegunExperiment:
     """Builds the experiment of a recipe, with the model and the tokenizer of what its parameters begin with.
 
     Args:
@@ -58,7 +58,7 @@ def resolve(recipe: str, sets: Sequence[str] = (), run: pathlib.Path | None = No
     """
     experiment = configs.load(recipe, sets)
     if experiment.init is None:
-        return Resolved(experiment=experiment, sets=tuple(sets))
+        return BegunExperiment(experiment=experiment, sets=tuple(sets))
     from scalejax.train.experiment import Init
 
     init = Init(path=experiment.init) if isinstance(experiment.init, str) else experiment.init
@@ -67,7 +67,7 @@ def resolve(recipe: str, sets: Sequence[str] = (), run: pathlib.Path | None = No
         taken, remarks = _brought(experiment, init, [text.partition("=")[0].strip() for text in sets])
     taken = taken or ()
     experiment = overrides.apply(experiment, taken)
-    return Resolved(experiment=experiment, sets=(*sets, *taken), from_init=taken, remarks=remarks)
+    return BegunExperiment(experiment=experiment, sets=(*sets, *taken), from_init=taken, remarks=remarks)
 
 
 def _recorded(run: pathlib.Path | None, experiment: "Experiment") -> tuple[str, ...] | None:

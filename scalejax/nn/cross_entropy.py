@@ -84,7 +84,7 @@ class _Head:
 
     rule: QuantizationRule | None = None
     path: str = "head"
-    quantizer: products.Quantizer = quantize.quantize
+    quantizer: products.BlockQuantizer = quantize.quantize
 
     def forward(self, weight: jax.Array, dtype: DTypeLike) -> _Matrix:
         """The matrix as `logits` takes it, the same for all slices."""

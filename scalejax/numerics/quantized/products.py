@@ -48,7 +48,7 @@ class Encoded(Protocol):
         ...
 
 
-class Quantizer(Protocol):
+class BlockQuantizer(Protocol):
     """Makes codes and scales; its arguments are those of `quantize.quantize`, and so are its bits."""
 
     def __call__(
@@ -106,7 +106,7 @@ def operand(
     axes: Sequence[int],
     where: str = "",
     dtype: jax.typing.DTypeLike | None = None,
-    quantizer: Quantizer = quantize.quantize,
+    quantizer: BlockQuantizer = quantize.quantize,
 ) -> Operand:
     """Quantizes an array for a product that sums over `axes`.
 
@@ -196,7 +196,7 @@ def mx_dot_general(
     weight: Side = "rhs",
     where: str = "",
     out_sharding: object = None,
-    quantizer: Quantizer = quantize.quantize,
+    quantizer: BlockQuantizer = quantize.quantize,
 ) -> jax.Array:
     """`lax.dot_general` in number formats; its gradient is in those of the rule, see above.
 
@@ -243,7 +243,7 @@ def mx_dot_general(
 
 
 def read_rows(
-    rows: jax.Array, rule: QuantizationRule, *, where: str = "", quantizer: Quantizer = quantize.quantize
+    rows: jax.Array, rule: QuantizationRule, *, where: str = "", quantizer: BlockQuantizer = quantize.quantize
 ) -> jax.Array:
     """Rows of an embedding table as the format of weights has them, one by one; their gradient passes straight through.
 
@@ -284,7 +284,7 @@ class _Call:
     rule: QuantizationRule
     weight: Side
     where: str
-    quantizer: Quantizer
+    quantizer: BlockQuantizer
 
     def quantized(
         self, x: jax.Array, side: Side | None, axes: Sequence[int], dtype: jnp.dtype | None = None

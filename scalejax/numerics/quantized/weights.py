@@ -62,7 +62,7 @@ class FormattedWeight(_Weight):
     """
 
     rule: QuantizationRule
-    quantizer: products.Quantizer = quantize.quantize
+    quantizer: products.BlockQuantizer = quantize.quantize
 
     @property
     def T(self) -> "FormattedWeight":
@@ -173,7 +173,7 @@ def _static_dot(x: jax.Array, weight: StaticWeight, contract: int, dtype: jax.ty
 def formatted(
     params: Mapping[str, jax.Array],
     rules: Mapping[str, QuantizationRule],
-    quantizer: products.Quantizer = quantize.quantize,
+    quantizer: products.BlockQuantizer = quantize.quantize,
 ) -> dict[str, jax.Array | FormattedWeight]:
     """Parameters by path, those of the modules that rules name as `FormattedWeight`.
 
@@ -186,7 +186,7 @@ def formatted(
 
 
 def _formatted(
-    array: jax.Array, module: str, rules: Mapping[str, QuantizationRule], quantizer: products.Quantizer
+    array: jax.Array, module: str, rules: Mapping[str, QuantizationRule], quantizer: products.BlockQuantizer
 ) -> jax.Array | FormattedWeight:
     rule = rules.get(module)
     if rule is None or (rule.weight_qtype, rule.act_qtype, rule.bwd_qtype) == (None, None, None):

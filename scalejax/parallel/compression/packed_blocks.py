@@ -1,8 +1,8 @@
 """Arrays in blocks by `kernels.mx`, where that is no slower than what XLA makes of `numerics`; the bits are the same.
 
-`quantize` is a `numerics.quantized.products.Quantizer`: training's products and formatted tables have it. It gives what
-the kernel packs on GPUs, in formats in which it was no slower (`kernels.gpu_choices`), where compilers take a kernel
-(`unpartitioned`). Timed were quantizing and decoding, each by itself: what XLA would make of both in a row was not.
+`quantize` is a `numerics.quantized.products.BlockQuantizer`: training's products and formatted tables have it. It gives
+what the kernel packs on GPUs, in formats in which it was no slower (`kernels.gpu_choices`), where compilers take a
+kernel (`unpartitioned`). Timed were quantizing and decoding, each by itself: what XLA makes of both in a row was not.
 """
 
 import dataclasses
