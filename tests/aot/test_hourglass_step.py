@@ -29,6 +29,7 @@ def test_its_work_is_what_is_on_paper():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_one_block_a_depth_fits_at_511_pixels():
     backbone = dataclasses.replace(PUBLISHED.model.backbone, stacks=1, blocks=(1,) * 6)
     found = plan(changed(PUBLISHED, model__backbone=backbone), "v5e:2x2")

@@ -41,7 +41,7 @@ def test_a_run_becomes_a_folder_and_another_begins_with_it(invoke, run, tmp_path
         np.testing.assert_array_equal({**state.params, **state.variables}[path], array[...])
 
     other = changed(experiment, data__classes=3)
-    with pytest.raises(UserError, match=r"head/bias is \[4\] there and \[3\] in the model"):
+    with pytest.raises(UserError, match=r"data.classes is 'row, column, down, up"):
         begun(changed(other, init=str(tmp_path / "theirs")))
     state = begun(changed(other, init=Init(path=str(tmp_path / "theirs"), surgery=NewHead())))
     assert state.params["head/kernel"].shape == (16, 3)
