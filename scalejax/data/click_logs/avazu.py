@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from scalejax.data.click_logs.delimited import Progress, first_fields, hex_values, read_blocks
-from scalejax.data.examples.coding import MILLION, Coder, Coding, Counted, Hashed
+from scalejax.data.examples.coding import MILLION, Coder, Coding, Hashed
 from scalejax.data.examples.dataset import BatchedDataSet
 from scalejax.data.examples.encode import missing_column
 from scalejax.data.examples.memory import from_columns
@@ -102,7 +102,7 @@ class AvazuData(parquet.ParquetReading):
             raise UserError(f'{self.path}: access="windows" needs a converted file; run avazu.to_parquet on it first.')
         coder = self._fit()
         chunks = [coder(values) | others for others, values, _ in _read_text(self._text_files())]
-        built = from_columns(
+        return from_columns(
             {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]},
             _schema(coder.rows),
             batch_size=self.batch_size,
@@ -112,10 +112,8 @@ class AvazuData(parquet.ParquetReading):
             time=_DAY,
             threads=self.threads,
             where=self.path,
+            counted=coder.counted,
         )
-        if isinstance(self.coding, Counted):
-            built.counted = tuple(coder.rows)
-        return built
 
     def _text_files(self) -> list[pathlib.Path]:
         return _text_files(pathlib.Path(self.path))

@@ -111,7 +111,7 @@ class CriteoData(parquet.ParquetReading):
             raise UserError(f'{path}: access="windows" needs a converted file; run criteo.to_parquet on it first.')
         coder = self._fit()
         columns, _ = concatenated(coder, read_text(text_files(path)))
-        built = from_columns(
+        return from_columns(
             columns,
             schema_of(coder.rows),
             batch_size=self.batch_size,
@@ -122,10 +122,8 @@ class CriteoData(parquet.ParquetReading):
             nan=self.nan,
             threads=self.threads,
             where=self.path,
+            counted=coder.counted,
         )
-        if isinstance(self.coding, Counted):
-            built.counted = tuple(coder.rows)
-        return built
 
     def _fit(self) -> Coder:
         return fit(self.coding, lambda: text_files(pathlib.Path(self.path)))

@@ -25,7 +25,7 @@ import numpy as np
 from scalejax.data.click_logs import criteo
 from scalejax.data.click_logs.criteo import INTEGERS
 from scalejax.data.click_logs.delimited import Progress
-from scalejax.data.examples.coding import Coding, Counted, Hashed
+from scalejax.data.examples.coding import Coding, Hashed
 from scalejax.data.examples.dataset import BatchedDataSet
 from scalejax.data.examples.encode import NanPolicy, Scaling
 from scalejax.data.examples.memory import from_columns
@@ -110,7 +110,7 @@ class CriteoTerabyteData(parquet.ParquetReading):
             )
         coder = criteo.fit(self.coding, lambda: files)
         columns, day = criteo.concatenated(coder, criteo.read_text(files))
-        built = from_columns(
+        return from_columns(
             columns | {_DAY: day},
             criteo.schema_of(coder.rows),
             batch_size=self.batch_size,
@@ -123,10 +123,8 @@ class CriteoTerabyteData(parquet.ParquetReading):
             scaling=scaling,
             threads=self.threads,
             where=self.path,
+            counted=coder.counted,
         )
-        if isinstance(self.coding, Counted):
-            built.counted = tuple(coder.rows)
-        return built
 
     def _text_files(self) -> list[pathlib.Path]:
         return day_files(self.path, self.days, _TEXT)

@@ -81,7 +81,7 @@ class MovielensData:
                     Categorical(name="class", rows=values.size, length=None, capacity=float(lengths.max()))
                 )
         columns["label"] = inter["rating"].astype(np.float64) >= _POSITIVE_RATING
-        built = from_columns(
+        return from_columns(
             columns,
             Schema(categorical=tuple(categorical), group="user_id"),
             batch_size=self.batch_size,
@@ -89,9 +89,8 @@ class MovielensData:
             seed=self.seed,
             threads=self.threads,
             where=self.path,
+            counted=[feature.name for feature in categorical],
         )
-        built.counted = tuple(feature.name for feature in categorical)
-        return built
 
 
 def _read_table(path: str, name: str) -> dict[str, np.ndarray]:

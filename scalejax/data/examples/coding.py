@@ -125,6 +125,11 @@ class Coder:
             coded[name] = np.where(present, ids, MISSING).astype(np.int32)
         return coded
 
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """Names whose ids are ranks in the values that were counted."""
+        return () if self._vocabularies is None else tuple(self.names)
+
     def digest(self) -> str:
         """Tells codings apart that differ for some value."""
         digest = hashlib.sha256(repr((self.names, self.rows)).encode())

@@ -1,7 +1,7 @@
 """The data set that training sees: batches cut from a source of examples, by global example number."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -124,14 +124,15 @@ class BatchedDataSet(GlobalBatches[ExampleRecords, AnyBatch]):
       examples: Where they come from.
       batch_size: Global batch size.
       threads: Reading threads.
+      counted: Features whose ids are ranks in these very data.
     """
 
     examples: Examples
 
-    def __init__(self, examples: Examples, *, batch_size: int, threads: int = 2) -> None:
+    def __init__(self, examples: Examples, *, batch_size: int, threads: int = 2, counted: Sequence[str] = ()) -> None:
         super().__init__(examples, batch_size=batch_size, threads=threads)
         self.remarks: tuple[str, ...] = ()  # what a user should know of the files; a run prints it when it begins
-        self.counted: tuple[str, ...] = ()  # features whose ids are ranks in these very data
+        self.counted = tuple(counted)
         self.schema: Schema = examples.layout.schema
 
     def days(self) -> tuple[Day, ...]:

@@ -1,7 +1,7 @@
 """Data sets whose examples are arrays in memory."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -44,6 +44,7 @@ def from_columns(
     where: str = "columns",
     shared: SharedLists | None = None,
     fitted: np.ndarray | None = None,
+    counted: Sequence[str] = (),
 ) -> BatchedDataSet:
     """Packs columns into records and shuffles them fully.
 
@@ -67,6 +68,7 @@ def from_columns(
       shared: Lists of groups of features with each row of lists once, in place of their columns; batches are then
         `DedupBatch`es.
       fitted: Rows on which numbers are standardised; None = those of the training split.
+      counted: Features whose ids are ranks in these very data.
     Raises:
       UserError: a column is missing or holds what it must not.
     """
@@ -113,7 +115,7 @@ def from_columns(
         days=days,
         runs=None if runs is None else runs.lengths_among(splits["train"]),
     )
-    return BatchedDataSet(examples_, batch_size=batch_size, threads=threads)
+    return BatchedDataSet(examples_, batch_size=batch_size, threads=threads, counted=counted)
 
 
 def array_of(columns: Columns, name: str) -> np.ndarray:

@@ -272,9 +272,9 @@ class OpenTable:
             seed=data.seed,
             threads=data.threads,
             where=data.path,
+            counted=encoder.counted,
         )
         built.remarks = frames.remarks(data.path)
-        built.counted = tuple(encoder.counted)
         return built
 
 
