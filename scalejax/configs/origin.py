@@ -80,11 +80,11 @@ def _recorded(run: pathlib.Path | None, experiment: "Experiment") -> tuple[str, 
         record = json_reading.read(path)
     except (OSError, ValueError):
         return None  # which whoever opens the run says
-    told = record.get(FROM_INIT) if isinstance(record, dict) else None
-    if not isinstance(told, list) or not all(isinstance(text, str) for text in told):
+    recorded = record.get(FROM_INIT) if isinstance(record, dict) else None
+    if not isinstance(recorded, list) or not all(isinstance(text, str) for text in recorded):
         return None
     before = architecture.fields_of(record.get("experiment")).get("init")
-    return tuple(told) if architecture.plain(before) == architecture.plain(experiment.init) else None
+    return tuple(recorded) if architecture.plain(before) == architecture.plain(experiment.init) else None
 
 
 def _brought(experiment: "Experiment", init: "Init", own: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -155,7 +155,9 @@ class StepTimer:
         self._drain()
         first = self._warmup if len(self._durations) > self._warmup else 0
         durations, amounts = self._durations[first:], self._amounts[first:]
-        before = {name: sum(_told(window, f"{name}_s") for window in self._earlier) for name in ("wall", *self._phases)}
+        before = {
+            name: sum(_number(window, f"{name}_s") for window in self._earlier) for name in ("wall", *self._phases)
+        }
         phases = {name: seconds + before[name] for name, seconds in self._phases.items()}
         wall = self._clock() - self._start + before["wall"] + sum(before[name] for name in _APART)
         training = wall - sum(phases[name] for name in _APART)
@@ -164,7 +166,7 @@ class StepTimer:
         if self._earlier:
             rates = dict.fromkeys(key for window in self._earlier for key in window if key.endswith("_per_s"))
             amounts = [*amounts, *(_amounts(window, rates) for window in self._earlier)]
-            taken = [(_told(window, "step_mean_s"), _told(window, "steps")) for window in self._earlier]
+            taken = [(_number(window, "step_mean_s"), _number(window, "steps")) for window in self._earlier]
             steps += int(sum(count for _, count in taken))
             total = sum(durations) + sum(mean * count for mean, count in taken)
             quantiles["step_mean_s"] = total / steps if steps else float("nan")
@@ -202,14 +204,14 @@ class StepTimer:
             self._complete()
 
 
-def _told(window: Mapping[str, float], key: str) -> float:
+def _number(window: Mapping[str, float], key: str) -> float:
     """A number of a line of `timing.jsonl`; 0 where it is undefined."""
     return window.get(key) or 0.0
 
 
 def _amounts(window: Mapping[str, float], rates: Iterable[str]) -> dict[str, float]:
     """What a window had in its batches, by its rates and its time."""
-    return {name.removesuffix("_per_s"): _told(window, name) * _told(window, "wall_s") for name in rates}
+    return {name.removesuffix("_per_s"): _number(window, name) * _number(window, "wall_s") for name in rates}
 
 
 def _rates(amounts: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
