@@ -112,7 +112,7 @@ def test_samples_of_one_prompt_differ_by_their_number(tmp_path):
 @pytest.mark.slow
 def test_draws_go_by_the_place_in_the_text_and_not_in_a_block(tmp_path):
     on, options = engine(tmp_path), {"max_tokens": 12, "sampling": TokenSampling(temperature=1.0, seed=3)}
-    one_by_one = on.generate(PROMPTS[:1], **options, progress=lambda rows: True)
+    one_by_one = on.generate(PROMPTS[:1], **options, loop=loop.make_loop(on, slots=1, kv_tokens=128, block_s=0.0))
     assert one_by_one == on.generate(PROMPTS[:1], **options)
 
 
@@ -148,7 +148,9 @@ def test_progress_sees_each_token_and_can_end(tmp_path, want):
         seen.append([list(row) for row in rows])
         return len(rows[0]) < 5
 
-    got = engine(tmp_path).generate(PROMPTS[:2], max_tokens=12, progress=progress)
+    on = engine(tmp_path)
+    one_by_one = loop.make_loop(on, slots=2, kv_tokens=256, block_s=0.0)  # a block of one token, however fast steps are
+    got = on.generate(PROMPTS[:2], max_tokens=12, progress=progress, loop=one_by_one)
     assert [len(rows[0]) for rows in seen] == [1, 2, 3, 4, 5]
     assert got[0].tokens == want[0][:5] == tuple(seen[-1][0])
 
